@@ -1,0 +1,194 @@
+"""The life of a session and of its rounds as pure transitions of one record (spec 2, 7).
+
+    CREATE -> IDLE --begin--> RUNNING --settle | discard--> IDLE --close--> CLOSED
+                                 `-------------close----------------------^
+
+Each function takes a record and gives the next one, its `version` raised by one, or raises
+AmpdError; the shell swaps it into the shared store by compare-and-set, so of two writers
+exactly one wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
+
+from ampd.core.errors import AmpdError, ErrorReason, FieldViolation
+from ampd.core.model import Binding, Slo
+
+MAX_PREFIX_HOLDERS: Final = 4
+"""Prefill workers remembered per session as holding a prefix of it."""
+
+
+class SessionState(StrEnum):
+    IDLE = "idle"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRound:
+    """The round a coordinator is carrying out; void when that coordinator is dead."""
+
+    request_id: str
+    coordinator_id: str
+    coordinator_incarnation: int
+    keep_history_tokens: int
+    increment_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session in the shared store: all but its tokens. `*_unix_s` are wall-clock times."""
+
+    session_id: str
+    tenant: str
+    model: str
+    slo: Slo
+    created_unix_s: float
+    last_used_unix_s: float
+    version: int = 1
+    state: SessionState = SessionState.IDLE
+    home: Binding | None = None
+    history_tokens: int = 0
+    last_token_id: int | None = None
+    """The history's last token: a chat template needs to know whether it is the stop token."""
+    rounds: int = 0
+    running: RunningRound | None = None
+    prefix_holders: tuple[tuple[str, int], ...] = ()
+    """(prefill worker, tokens of this session it computed last), newest first."""
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+def begin(
+    record: SessionRecord,
+    running: RunningRound,
+    *,
+    coordinator_alive: bool,
+    max_model_tokens: int,
+    now_unix_s: float,
+) -> SessionRecord:
+    """Start a round. `coordinator_alive`: whether the coordinator of `record.running` lives;
+    the round of a dead one is void and discarded here.
+
+    Raises ROUND_RUNNING, SESSION_NOT_FOUND (closed), INVALID_FIELD (`keep_history_tokens`
+    beyond the history, with its real length), CONTEXT_TOO_LONG.
+    """
+    require_open(record)
+    if record.state is SessionState.RUNNING:
+        if coordinator_alive:
+            raise AmpdError(
+                ErrorReason.ROUND_RUNNING,
+                f"round {record.rounds} of session {record.session_id} is still running",
+            )
+        record = discard(record, now_unix_s=now_unix_s)
+    if running.keep_history_tokens > record.history_tokens:
+        raise AmpdError(
+            ErrorReason.INVALID_FIELD,
+            f"keep_history_tokens: {running.keep_history_tokens} is beyond the history of "
+            f"{record.history_tokens} tokens",
+            (
+                FieldViolation(
+                    "keep_history_tokens",
+                    f"at most history_tokens = {record.history_tokens}",
+                ),
+            ),
+            metadata={"history_tokens": str(record.history_tokens)},
+        )
+    prompt_tokens = running.keep_history_tokens + running.increment_tokens
+    if prompt_tokens + running.max_tokens > max_model_tokens:
+        raise AmpdError(
+            ErrorReason.CONTEXT_TOO_LONG,
+            f"history {running.keep_history_tokens} + increment {running.increment_tokens} + "
+            f"max_tokens {running.max_tokens} exceed the model's {max_model_tokens} tokens",
+            (FieldViolation("increment", f"the session may hold {max_model_tokens} tokens"),),
+            metadata={"max_model_tokens": str(max_model_tokens)},
+        )
+    return replace(
+        record,
+        version=record.version + 1,
+        state=SessionState.RUNNING,
+        running=running,
+        last_used_unix_s=now_unix_s,
+    )
+
+
+def bind(record: SessionRecord, home: Binding) -> SessionRecord:
+    """The worker has accepted the running round: it is the session's home now."""
+    require_running(record)
+    return replace(record, version=record.version + 1, home=home)
+
+
+def settle(
+    record: SessionRecord,
+    *,
+    output_tokens: int,
+    last_token_id: int,
+    prefilled_by: str | None,
+    now_unix_s: float,
+) -> SessionRecord:
+    """The round ended well: increment and kept output are history now."""
+    running = require_running(record)
+    prompt_tokens = running.keep_history_tokens + running.increment_tokens
+    holders = tuple(
+        (worker, min(tokens, running.keep_history_tokens))
+        for worker, tokens in record.prefix_holders
+        if worker != prefilled_by
+    )
+    if prefilled_by is not None:
+        holders = ((prefilled_by, prompt_tokens), *holders)
+    return replace(
+        record,
+        version=record.version + 1,
+        state=SessionState.IDLE,
+        running=None,
+        history_tokens=prompt_tokens + output_tokens,
+        last_token_id=last_token_id,
+        rounds=record.rounds + 1,
+        prefix_holders=holders[:MAX_PREFIX_HOLDERS],
+        last_used_unix_s=now_unix_s,
+    )
+
+
+def discard(record: SessionRecord, *, now_unix_s: float) -> SessionRecord:
+    """The round failed or was cancelled: the history is what it was before."""
+    require_running(record)
+    return replace(
+        record,
+        version=record.version + 1,
+        state=SessionState.IDLE,
+        running=None,
+        last_used_unix_s=now_unix_s,
+    )
+
+
+def close(record: SessionRecord, *, now_unix_s: float) -> SessionRecord:
+    """End the session; a round still running is void."""
+    require_open(record)
+    return replace(
+        record,
+        version=record.version + 1,
+        state=SessionState.CLOSED,
+        running=None,
+        last_used_unix_s=now_unix_s,
+    )
+
+
+def require_open(record: SessionRecord) -> None:
+    if record.state is SessionState.CLOSED:
+        raise session_not_found(record.session_id)
+
+
+def require_running(record: SessionRecord) -> RunningRound:
+    if record.state is not SessionState.RUNNING or record.running is None:
+        raise AmpdError(
+            ErrorReason.SESSION_CONFLICT,
+            f"session {record.session_id} has no running round (it is {record.state})",
+        )
+    return record.running
+
+
+def session_not_found(session_id: str) -> AmpdError:
+    return AmpdError(ErrorReason.SESSION_NOT_FOUND, f"no session {session_id!r}")

