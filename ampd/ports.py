@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ampd.core.cost_model import CostModel
 from ampd.core.lifecycle import SessionRecord
@@ -19,6 +19,8 @@ from ampd.core.model import (
     PolicySpec,
     PrefillStats,
     PrefillTask,
+    RoundEvent,
+    RoundOrder,
     RoundRecord,
     SamplingParams,
     Slo,
@@ -26,9 +28,13 @@ from ampd.core.model import (
     WorkerLoad,
     WorkerView,
 )
+from ampd.core.model import TokensOut as TokensOut
 
-Tokens = array  # array("I"): token ids as unsigned 32-bit integers, the wire's packed form
-"""A token sequence. `array("I")` is compact, sliceable and bytes-convertible."""
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:
+    Tokens = array  # not subscriptable at run time before Python 3.12
+"""A token sequence: `array("I")`, unsigned 32-bit ids, the wire's packed form."""
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
@@ -102,14 +108,6 @@ class PrefillDone:
     """The prompt is in: emitted once, before the first tokens."""
 
     stats: PrefillStats
-
-
-@dataclass(frozen=True, slots=True)
-class TokensOut:
-    """New tokens of one step and their text. With stop strings the text may lag behind."""
-
-    token_ids: Sequence[int]
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +342,74 @@ class Peers(Protocol):
     async def close(self) -> None: ...
 
 
+class HomePeer(Protocol):
+    """A home as a coordinator sees it."""
+
+    def run_round(
+        self, order: RoundOrder, timeout_s: float | None
+    ) -> AsyncGenerator[RoundEvent, None]:
+        """Accepted, then Rerouted and TokensOut as they come, then Finished. Closing the
+        generator early discards the round at the home. AmpdError: DecodeHandler's own,
+        STALE_INCARNATION, WORKER_UNAVAILABLE when the home is lost, DEADLINE after
+        `timeout_s` (None: no bound but the home's)."""
+        ...
+
+    async def release(self, session_id: str) -> None:
+        """Free all that a session holds there. Idempotent."""
+        ...
+
+
+class Homes(Protocol):
+    """Finds homes by address; connections are kept and shared, with a bound."""
+
+    def home(self, info: WorkerInfo) -> HomePeer: ...
+
+    async def close(self) -> None: ...
+
+
+# --- handlers: the other side of the peers ------------------------------------------------
+
+
+class PrefillHandler(Protocol):
+    """What a prefill worker does for homes. Incarnations are checked before."""
+
+    async def offer(self, task: PrefillTask, home_address: str, home_incarnation: int) -> None:
+        """Queue the task. AmpdError QUEUE_FULL (with `retry_after_s`), DRAINING. An offer
+        repeated (same task_id) is one task."""
+        ...
+
+    async def withdraw(self, task_id: str) -> None:
+        """The task is void at whatever stage it is: free all it took. Idempotent."""
+        ...
+
+
+class DecodeHandler(Protocol):
+    """What a home does for coordinators and prefill workers. Incarnations are checked before."""
+
+    def run_round(self, order: RoundOrder) -> AsyncGenerator[RoundEvent, None]:
+        """Admit the round, have it prefilled as ordered, decode, stream; Accepted comes first,
+        Finished last. Closing the generator early, or cancelling, discards the round.
+        AmpdError HISTORY_NOT_RESIDENT, ROUND_RUNNING, KV_EXHAUSTED, QUEUE_FULL,
+        INVALID_FIELD, CONTEXT_TOO_LONG, DRAINING, ENGINE_FAILED."""
+        ...
+
+    async def release(self, session_id: str) -> None:
+        """Free all that the session holds here, its running round included. Idempotent."""
+        ...
+
+    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
+        """A prefill worker takes the task. AmpdError TASK_GONE: not to be had (any more)."""
+        ...
+
+    async def complete(self, task_id: str, worker_id: str, report: PrefillReport) -> None:
+        """The claimed task is computed. AmpdError TASK_GONE: the worker frees it."""
+        ...
+
+    async def fail(self, task_id: str, worker_id: str, error_message: str) -> None:
+        """The claimed task could not be computed. Unknown tasks are ignored."""
+        ...
+
+
 # --- tokenisation -------------------------------------------------------------------------
 
 
@@ -376,5 +442,3 @@ class Tokenizer(Protocol):
         with it: `last_token_id`), and the prompt for the next assistant turn behind. AmpdError
         INVALID_FIELD when the template does not take them."""
         ...
-
-

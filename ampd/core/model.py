@@ -6,7 +6,8 @@ processes only ages and durations travel, so clocks need not agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -342,3 +343,84 @@ class RoundRecord:
     @property
     def route(self) -> Route:
         return Route.LOCAL if self.prefill_worker is None else Route.REMOTE
+
+
+# --- a round's order and its events -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTarget:
+    """A prefill worker that a round may use: the one life of it that the coordinator saw."""
+
+    worker_id: str
+    incarnation: int
+    address: str
+    """host:port of its PrefillService."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOrder:
+    """What a coordinator orders from a home: one round of a session, and where to prefill it.
+
+    `targets`: the prefill worker chosen, then the ones to try when it fails; the home itself
+    prefills when all did, or when there is none. `created_s` is the start of the TTFT clock.
+    """
+
+    session_id: str
+    request_id: str
+    """The client's, or one made by the coordinator: never empty."""
+    round_index: int
+    keep_history_tokens: int
+    """History to go on from; what the home holds behind it is cut."""
+    increment: array[int]
+    """`array("I")`, never empty."""
+    sampling: SamplingParams
+    slo: Slo
+    created_s: float
+    reason: RouteReason
+    history: array[int] | None = None
+    """The first `keep_history_tokens` token ids: only for a session that the home lacks."""
+    targets: tuple[PrefillTarget, ...] = ()
+    footprint_tokens: int = 0
+    """KV that the session is expected to need in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The round is admitted: the first event, once. From now on the home holds the session."""
+
+    history_rebuilt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """The prefill moves to another place than ordered, or than the last event said."""
+
+    route: Route
+    reason: RouteReason
+    prefill_worker: str | None
+    """None: the home."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOut:
+    """New tokens of one step and their text. With stop strings the text may lag behind."""
+
+    token_ids: Sequence[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a round; nothing follows. `stop_reason`: the stop string or the stop token's
+    id in decimals, '' when neither ended it; `history_tokens`: with the kept output."""
+
+    finish_reason: FinishReason
+    stop_reason: str
+    usage: RoundUsage
+    timings: RoundTimings
+    attained: bool
+    history_tokens: int
+
+
+RoundEvent = Accepted | Rerouted | TokensOut | Finished
