@@ -18,6 +18,7 @@ from ampd.core.model import (
     KvHandle,
     PolicySpec,
     PrefillStats,
+    PrefillTarget,
     PrefillTask,
     RoundEvent,
     RoundOrder,
@@ -335,7 +336,7 @@ class DecodePeer(Protocol):
 class Peers(Protocol):
     """Finds peers by address; connections are kept and shared, with a bound."""
 
-    def prefill(self, info: WorkerInfo) -> PrefillPeer: ...
+    def prefill(self, target: PrefillTarget) -> PrefillPeer: ...
 
     def decode(self, address: str, incarnation: int) -> DecodePeer: ...
 
