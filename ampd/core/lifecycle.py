@@ -60,6 +60,8 @@ class SessionRecord:
     prefix_holders: tuple[tuple[str, int], ...] = ()
     """(prefill worker, tokens of this session it computed last), newest first."""
     labels: dict[str, str] = field(default_factory=dict)
+    closed_by: str = ""
+    """The request_id that closed it, if it had one: repeating that call gives the same answer."""
 
 
 def begin(
@@ -164,7 +166,7 @@ def discard(record: SessionRecord, *, now_unix_s: float) -> SessionRecord:
     )
 
 
-def close(record: SessionRecord, *, now_unix_s: float) -> SessionRecord:
+def close(record: SessionRecord, *, request_id: str, now_unix_s: float) -> SessionRecord:
     """End the session; a round still running is void."""
     require_open(record)
     return replace(
@@ -172,6 +174,7 @@ def close(record: SessionRecord, *, now_unix_s: float) -> SessionRecord:
         version=record.version + 1,
         state=SessionState.CLOSED,
         running=None,
+        closed_by=request_id,
         last_used_unix_s=now_unix_s,
     )
 

@@ -1,0 +1,499 @@
+"""One round, from the client's increment to the settled history.
+
+`Coordinator.run_round` is the path of a round (ARCHITECTURE.md): load, advance, place, execute,
+stream, settle. It decides nothing itself: the lifecycle, the binding and the route are pure
+functions of `ampd.core`, given what one read of the shared store told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from ampd.core import binding, lifecycle, routing
+from ampd.core.errors import AmpdError, ErrorReason, invalid_field
+from ampd.core.lifecycle import RunningRound, SessionRecord
+from ampd.core.model import (
+    BindDecision,
+    Binding,
+    PolicySpec,
+    PrefillTarget,
+    Role,
+    Accepted,
+    Finished,
+    RoundOrder,
+    RoundRecord,
+    Rerouted,
+    Route,
+    RouteDecision,
+    RouteReason,
+    SamplingParams,
+    WorkerInfo,
+    WorkerView,
+)
+from ampd.ports import (
+    ChatMessage,
+    Clock,
+    Homes,
+    RoundContext,
+    SessionWrites,
+    StateStore,
+    Tokenizer,
+    Tokens,
+    TokensOut,
+)
+from ampd.wire.generate import RoundRequest
+from services.coordinator.replay import RoundOutcome, RoundPlaced, decode_outcome, encode_outcome
+from services.coordinator.settings import RoundLimits
+
+log = structlog.get_logger(__name__)
+
+RoundStreamEvent = RoundPlaced | TokensOut | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this coordinator is in the shared store."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(slots=True)
+class _Round:
+    """What `run_round` knows of its round while it runs."""
+
+    request: RoundRequest
+    created_s: float
+    created_unix_s: float
+    session: SessionRecord
+    """As it stands in the store: every write replaces it."""
+    increment: Tokens
+    sampling: SamplingParams
+    homes: tuple[tuple[WorkerView, BindDecision | None], ...]
+    """Where to try, in order; with a decision where that would be a new binding."""
+    prefill: tuple[WorkerView, ...]
+    policy: PolicySpec
+    round_index: int
+    record: RoundRecord | None = None
+    output: Tokens = field(default_factory=lambda: array("I"))
+    text: list[str] = field(default_factory=list)
+
+
+class Coordinator:
+    """Runs rounds over shared state alone: any replica can run any session's next round."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        store: StateStore,
+        homes: Homes,
+        tokenizer: Tokenizer,
+        limits: RoundLimits,
+        default_policy: PolicySpec,
+        clock: Clock,
+        wall_clock: Clock,
+        tie_seed: Callable[[], int],
+    ) -> None:
+        self._identity = identity
+        self._store = store
+        self._homes = homes
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._default_policy = default_policy
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._tie_seed = tie_seed
+        self.running_rounds = 0
+
+    async def run_round(
+        self, tenant: str, request: RoundRequest
+    ) -> AsyncGenerator[RoundStreamEvent, None]:
+        """RoundPlaced (again when the prefill moves), TokensOut ..., Finished.
+
+        Errors are `AmpdError` as spec 7 and 8 say. Closing the generator early, or an error,
+        discards the round: the history stays as it was.
+        """
+        if self.running_rounds >= self._limits.max_running_rounds:
+            raise AmpdError(
+                ErrorReason.QUEUE_FULL,
+                f"this coordinator runs {self.running_rounds} rounds already",
+                retry_after_s=1.0,
+            )
+        created_s = self._clock()
+        self.running_rounds += 1
+        try:
+            context = await self._store.load_round(request.session_id, request.request_id)
+            session = own_session(context.session, tenant, request.session_id)
+            if context.replay is not None:
+                for event in decode_outcome(context.replay).events():
+                    yield event
+                return
+            round_ = await self._advance(session, context, request, created_s)
+            settled = False
+            try:
+                async with aclosing(self._execute(round_)) as events:
+                    async for event in events:
+                        if isinstance(event, Finished):
+                            await self._settle(round_, event)
+                            settled = True
+                        yield event
+            finally:
+                if not settled:
+                    await asyncio.shield(self._discard(round_))
+        finally:
+            self.running_rounds -= 1
+
+    # --- advance: from idle to running, by compare-and-set ---------------------------------
+
+    async def _advance(
+        self,
+        session: SessionRecord,
+        context: RoundContext,
+        request: RoundRequest,
+        created_s: float,
+    ) -> _Round:
+        now_unix_s = self._wall_clock()
+        policy = context.policy or self._default_policy
+        keep = request.keep_history_tokens
+        keep = session.history_tokens if keep is None else keep
+        increment = await self._tokenise(session, request, keep)
+        decode = tuple(view for view in context.workers if view.info.role is Role.DECODE)
+        max_model_tokens = max((view.info.max_model_tokens for view in decode), default=0)
+        if not decode:
+            raise AmpdError(ErrorReason.NO_DECODE_WORKER, "no live decode worker")
+        sampling = request.sampling.resolve(max_model_tokens - keep - len(increment))
+        running = RunningRound(
+            request_id=request.request_id,
+            coordinator_id=self._identity.worker_id,
+            coordinator_incarnation=self._identity.incarnation,
+            keep_history_tokens=keep,
+            increment_tokens=len(increment),
+            max_tokens=sampling.max_tokens,
+        )
+        begun = lifecycle.begin(
+            session,
+            running,
+            coordinator_alive=_is_alive(session, context.workers),
+            max_model_tokens=max_model_tokens,
+            now_unix_s=now_unix_s,
+        )
+        round_ = _Round(
+            request=request,
+            created_s=created_s,
+            created_unix_s=now_unix_s,
+            session=begun,
+            increment=increment,
+            sampling=sampling,
+            homes=self._homes_to_try(begun, running, decode),
+            prefill=tuple(view for view in context.workers if view.info.role is Role.PREFILL),
+            policy=policy,
+            round_index=begun.rounds,
+        )
+        if not await self._store.compare_and_set(begun, session.version):
+            raise conflict(session.session_id)
+        return round_
+
+    async def _tokenise(self, session: SessionRecord, request: RoundRequest, keep: int) -> Tokens:
+        """The increment as tokens, once and for good; a long one off the event loop."""
+        if request.token_ids is not None:
+            vocab_size = self._tokenizer.vocab_size
+            for index, token_id in enumerate(request.token_ids):
+                if token_id >= vocab_size:
+                    raise invalid_field(
+                        f"increment.token_ids.ids[{index}]",
+                        f"{token_id} is outside the vocabulary of {vocab_size}",
+                    )
+            return request.token_ids
+        last_token_id = session.last_token_id
+        if 0 < keep < session.history_tokens:
+            last_token_id = (await self._store.read_history(session.session_id, keep - 1, keep))[0]
+        text, messages = request.text, request.messages
+        size = len(text) if text is not None else sum(len(m.content) for m in messages)
+        encode = _encoder(self._tokenizer, text, messages, keep == 0, last_token_id)
+        if size > self._limits.tokenise_inline_chars:
+            tokens = await asyncio.to_thread(encode)
+        else:
+            tokens = encode()
+        if not tokens:
+            raise invalid_field("increment", "it has no tokens")
+        return tokens
+
+    def _homes_to_try(
+        self, session: SessionRecord, running: RunningRound, decode: Sequence[WorkerView]
+    ) -> tuple[tuple[WorkerView, BindDecision | None], ...]:
+        """The session's home if it lives; else where binding would put it, best first."""
+        for view in decode:
+            if session.home == Binding(view.info.worker_id, view.info.incarnation):
+                return ((view, None),)
+        prompt_tokens = running.keep_history_tokens + running.increment_tokens
+        decisions = binding.bind(
+            decode, prompt_tokens=prompt_tokens, max_tokens=running.max_tokens
+        )
+        by_id = {view.info.worker_id: view for view in decode}
+        return tuple((by_id[decision.worker_id], decision) for decision in decisions)
+
+    # --- place and execute -----------------------------------------------------------------
+
+    async def _execute(self, round_: _Round) -> AsyncGenerator[RoundStreamEvent, None]:
+        """Try the homes in order until one accepts the round; stream what it does."""
+        for attempt, (home, bind) in enumerate(round_.homes):
+            last = attempt + 1 == len(round_.homes)
+            try:
+                async with aclosing(self._run_at(round_, home, bind)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except AmpdError as error:
+                # Only a home that has not accepted may be passed over: nothing was bound, and
+                # nothing of the round was seen by the client.
+                refused = error.reason in {
+                    ErrorReason.WORKER_UNAVAILABLE,
+                    ErrorReason.STALE_INCARNATION,
+                    ErrorReason.DRAINING,
+                    ErrorReason.KV_EXHAUSTED,
+                    ErrorReason.QUEUE_FULL,
+                }
+                if last or not refused or round_.session.home == _binding(home.info):
+                    raise
+                log.warning("home_refused", home=home.info.worker_id, reason=error.reason)
+
+    async def _run_at(
+        self, round_: _Round, home: WorkerView, bind: BindDecision | None
+    ) -> AsyncGenerator[RoundStreamEvent, None]:
+        decision = self._route(round_, home, rebuilt=bind is not None)
+        round_.record = RoundRecord(
+            round_index=round_.round_index,
+            request_id=round_.request.request_id,
+            history_tokens=_keep(round_),
+            increment_tokens=len(round_.increment),
+            history_rebuilt=False,
+            decode_worker=home.info.worker_id,
+            prefill_worker=decision.prefill_worker,
+            reason=decision.reason,
+            decision=decision,
+            bind=bind,
+            created_unix_s=round_.created_unix_s,
+        )
+        log.info(
+            "placed",
+            session=round_.session.session_id,
+            round=round_.round_index,
+            home=home.info.worker_id,
+            route=decision.route,
+            prefill_worker=decision.prefill_worker,
+            reason=decision.reason,
+            policy=decision.policy,
+            predicted_ttft_s=round(decision.predicted_ttft_s, 6),
+        )
+        order = self._order(round_, home, decision)
+        if bind is not None and order.keep_history_tokens:
+            order = await self._with_history(order)
+        accepted = False
+        while True:
+            try:
+                async with aclosing(self._homes.home(home.info).run_round(order)) as events:
+                    async for event in events:
+                        match event:
+                            case Accepted():
+                                accepted = True
+                                if bind is not None:
+                                    await self._bind(round_, home.info)
+                                round_.record = replace(
+                                    round_.record, history_rebuilt=event.history_rebuilt
+                                )
+                                yield _placed(round_.record)
+                            case Rerouted():
+                                round_.record = replace(
+                                    round_.record,
+                                    reason=event.reason,
+                                    prefill_worker=event.prefill_worker,
+                                )
+                                yield _placed(round_.record)
+                            case TokensOut():
+                                round_.output.extend(event.token_ids)
+                                round_.text.append(event.text)
+                                yield event
+                            case Finished():
+                                yield event
+                return
+            except AmpdError as error:
+                if (
+                    accepted
+                    or order.history is not None
+                    or error.reason is not ErrorReason.HISTORY_NOT_RESIDENT
+                ):
+                    raise
+                # The home lost the session (expired, evicted from its table): it gets the
+                # history from the store and rebuilds the KV.
+                order = await self._with_history(order)
+
+    def _route(self, round_: _Round, home: WorkerView, *, rebuilt: bool) -> RouteDecision:
+        """Where to prefill. A session that is new to its home has no history KV there."""
+        keep = _keep(round_)
+        return routing.route(
+            history_tokens=0 if rebuilt else keep,
+            increment_tokens=len(round_.increment) + (keep if rebuilt else 0),
+            prefix_tokens=dict(round_.session.prefix_holders),
+            home=home,
+            prefill=round_.prefill,
+            slo=round_.session.slo,
+            policy=round_.policy,
+            tie_seed=self._tie_seed(),
+        )
+
+    def _order(self, round_: _Round, home: WorkerView, decision: RouteDecision) -> RoundOrder:
+        by_id = {view.info.worker_id: view.info for view in round_.prefill}
+        names = (
+            (decision.prefill_worker, *decision.fallbacks) if decision.prefill_worker else ()
+        )
+        return RoundOrder(
+            incarnation=home.info.incarnation,
+            session_id=round_.session.session_id,
+            request_id=round_.request.request_id,
+            round_index=round_.round_index,
+            keep_history_tokens=_keep(round_),
+            increment=round_.increment,
+            history=None,
+            sampling=round_.sampling,
+            slo=round_.session.slo,
+            created_s=round_.created_s,
+            targets=tuple(
+                PrefillTarget(name, by_id[name].incarnation, by_id[name].address)
+                for name in names[: self._limits.max_prefill_attempts]
+            ),
+            reason=decision.reason,
+            footprint_tokens=binding.footprint_tokens(
+                _keep(round_) + len(round_.increment), round_.sampling.max_tokens
+            ),
+        )
+
+    async def _with_history(self, order: RoundOrder) -> RoundOrder:
+        history = await self._store.read_history(order.session_id, 0, order.keep_history_tokens)
+        return replace(order, history=history)
+
+    async def _bind(self, round_: _Round, home: WorkerInfo) -> None:
+        """The home has accepted: write the binding, unless another writer was faster."""
+        bound = lifecycle.bind(round_.session, _binding(home))
+        if not await self._store.compare_and_set(bound, round_.session.version):
+            raise conflict(round_.session.session_id)
+        round_.session = bound
+
+    # --- settle or discard -----------------------------------------------------------------
+
+    async def _settle(self, round_: _Round, finished: Finished) -> None:
+        """Make increment and kept output the session's history, with the round's record and
+        the answer that a repeated request_id gets, all or nothing."""
+        assert round_.record is not None  # noqa: S101 - set before the first event
+        kept = round_.output[: finished.usage.kept_output_tokens]
+        tokens = round_.increment + kept
+        record = replace(
+            round_.record,
+            finish_reason=finished.finish_reason,
+            usage=finished.usage,
+            timings=finished.timings,
+            attained=finished.attained,
+        )
+        settled = lifecycle.settle(
+            round_.session,
+            output_tokens=len(kept),
+            last_token_id=tokens[-1],
+            prefilled_by=record.prefill_worker,
+            now_unix_s=self._wall_clock(),
+        )
+        outcome = RoundOutcome(
+            _placed(record), list(round_.output), "".join(round_.text), finished
+        )
+        writes = SessionWrites(
+            tokens_offset=_keep(round_),
+            tokens=tokens,
+            round=record,
+            replay_request_id=round_.request.request_id,
+            replay=encode_outcome(outcome) if round_.request.request_id else None,
+        )
+        if not await self._store.compare_and_set(settled, round_.session.version, writes):
+            raise conflict(round_.session.session_id)
+        round_.session = settled
+
+    async def _discard(self, round_: _Round) -> None:
+        """The round did not end well: the session is idle again, its history as before."""
+        if round_.session.running is None:
+            return
+        idle = lifecycle.discard(round_.session, now_unix_s=self._wall_clock())
+        try:
+            await self._store.compare_and_set(
+                idle, round_.session.version, SessionWrites(round=round_.record)
+            )
+        except AmpdError as error:
+            # The store is down: the mark stays until this coordinator's lease ends or the
+            # next round of the session finds it void.
+            log.warning("discard_failed", session=idle.session_id, reason=error.reason)
+
+
+def own_session(record: SessionRecord | None, tenant: str, session_id: str) -> SessionRecord:
+    """The tenant's open session, or SESSION_NOT_FOUND: the same for every other case."""
+    if record is None or record.tenant != tenant:
+        raise lifecycle.session_not_found(session_id)
+    lifecycle.require_open(record)
+    return record
+
+
+def conflict(session_id: str) -> AmpdError:
+    """Another writer was faster."""
+    return AmpdError(
+        ErrorReason.SESSION_CONFLICT, f"session {session_id} was changed by another call"
+    )
+
+
+def _is_alive(session: SessionRecord, workers: Sequence[WorkerView]) -> bool:
+    """Whether the coordinator of the session's running round still lives."""
+    running = session.running
+    return running is not None and any(
+        view.info.worker_id == running.coordinator_id
+        and view.info.incarnation == running.coordinator_incarnation
+        for view in workers
+    )
+
+
+def _keep(round_: _Round) -> int:
+    return lifecycle.require_running(round_.session).keep_history_tokens
+
+
+def _binding(info: WorkerInfo) -> Binding:
+    return Binding(info.worker_id, info.incarnation)
+
+
+def _placed(record: RoundRecord) -> RoundPlaced:
+    return RoundPlaced(
+        round_index=record.round_index,
+        route=record.route,
+        reason=record.reason,
+        prefill_worker=record.prefill_worker,
+        decode_worker=record.decode_worker,
+        history_tokens=record.history_tokens,
+        increment_tokens=record.increment_tokens,
+        history_rebuilt=record.history_rebuilt,
+    )
+
+
+def _encoder(
+    tokenizer: Tokenizer,
+    text: str | None,
+    messages: Sequence[ChatMessage],
+    first: bool,
+    last_token_id: int | None,
+) -> Callable[[], Tokens]:
+    def encode() -> Tokens:
+        if text is not None:
+            return tokenizer.encode_text(text, first=first)
+        return tokenizer.encode_messages(
+            messages, first=first, last_token_id=None if first else last_token_id
+        )
+
+    return encode

@@ -1,0 +1,408 @@
+"""The home: owns its sessions, drives their rounds, and is the arbiter of their prefill tasks.
+
+`Home.run_round` is a round as the decode worker sees it: admit, prefill (on a prefill worker or
+here), decode, settle. The prefill side of it is `services.decode.tasks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from ampd.core import slo as slo_core
+from ampd.core.cost_model import CostModel
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.kv_ledger import KvLedger
+from ampd.core.model import (
+    KvHandle,
+    PrefillStats,
+    Accepted,
+    RoundEvent,
+    Finished,
+    RoundOrder,
+    Rerouted,
+    RoundTimings,
+    RoundUsage,
+    WorkerLoad,
+)
+from ampd.core.window import Window
+from ampd.ports import (
+    Clock,
+    Engine,
+    GenerateDone,
+    GenerateRequest,
+    PrefillDone,
+    Tokens,
+    TokensOut,
+)
+from services.decode.settings import HomeLimits
+from services.decode.tasks import ComputedPrefill, PrefillTasks
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class ResidentSession:
+    """A session that lives here: the truth of its tokens, and the pin on its KV."""
+
+    session_id: str
+    tokens: Tokens
+    rounds: int
+    """Rounds settled: an order for another round means that this copy is not the session's."""
+    last_used_s: float
+    kv: KvHandle | None = None
+    """None: no KV is pinned (new, evicted, or its lease ended)."""
+    round: RunningRound | None = None
+
+
+@dataclass(slots=True)
+class RunningRound:
+    """A round in the making; `task` carries it out."""
+
+    order: RoundOrder
+    task: asyncio.Task[object]
+    prompt: Tokens
+    started_s: float
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    superseded: AmpdError | None = None
+    """Why another call ended this round; the task is cancelled with it."""
+    output: Tokens = field(default_factory=lambda: array("I"))
+    gaps_s: list[float] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    computed: ComputedPrefill | None = None
+    """What a prefill worker computed; None: prefilled here."""
+    taken: bool = False
+    """Whether the engine has taken it."""
+
+
+class Home:
+    """The decode worker's use case, behind `ampd.ports.DecodeHandler`."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        engine: Engine,
+        tasks: PrefillTasks,
+        cost: CostModel,
+        limits: HomeLimits,
+        clock: Clock,
+    ) -> None:
+        self._worker_id = worker_id
+        self._engine = engine
+        self._tasks = tasks
+        self._cost = cost
+        self._limits = limits
+        self._clock = clock
+        self._sessions: dict[str, ResidentSession] = {}
+        self._ledger = KvLedger(
+            capacity_tokens=engine.info.kv_capacity_tokens, block_tokens=engine.info.block_tokens
+        )
+        self._pins_to_release: list[KvHandle] = []
+        self._itl = Window(window_s=limits.window_s)
+        self.draining = False
+
+    # --- one round -------------------------------------------------------------------------
+
+    async def run_round(self, order: RoundOrder) -> AsyncGenerator[RoundEvent, None]:
+        """Accepted, Rerouted when the prefill moves, TokensOut ..., Finished.
+
+        Raises DRAINING, HISTORY_NOT_RESIDENT, KV_EXHAUSTED, KV_TOO_SMALL, QUEUE_FULL before it
+        accepts; closing the generator early discards the round and frees all it took.
+        """
+        await self.supersede(
+            order.session_id,
+            AmpdError(ErrorReason.SESSION_CONFLICT, "a newer round of the session has begun"),
+        )
+        session, round_ = self._admit(order)
+        settled = False
+        try:
+            await self._release_pins()
+            yield Accepted(history_rebuilt=order.keep_history_tokens > 0 and session.kv is None)
+            async with aclosing(self._tasks.prefill(order, round_.prompt, session.kv)) as places:
+                async for place in places:
+                    if isinstance(place, Rerouted):
+                        yield place
+                    else:
+                        round_.computed = place
+            async with aclosing(self._decode(round_)) as events:
+                async for event in events:
+                    if isinstance(event, TokensOut):
+                        yield event
+                    else:
+                        finished = await self._settle(session, round_, *event)
+                        settled = True
+                        yield finished
+        except asyncio.CancelledError:
+            if round_.superseded is None:
+                raise
+            round_.task.uncancel()
+            raise round_.superseded from None
+        finally:
+            if not settled:
+                self._discard(session, round_)
+            round_.ended.set()
+
+    def _admit(self, order: RoundOrder) -> tuple[ResidentSession, RunningRound]:
+        """Take the round in, or refuse it with nothing changed. In one step, so that no other
+        order comes between."""
+        if self.draining:
+            raise AmpdError(ErrorReason.DRAINING, f"{self._worker_id} is draining")
+        session = self._resident(order)
+        if session.round is not None:
+            raise AmpdError(ErrorReason.ROUND_RUNNING, f"{order.session_id} has a running round")
+        prompt = session.tokens[: order.keep_history_tokens] + order.increment
+        admitted = self._ledger.admit(
+            order.session_id,
+            prompt_tokens=len(prompt),
+            max_tokens=order.sampling.max_tokens,
+            footprint_tokens=order.footprint_tokens,
+        )
+        for session_id in admitted:
+            self._evict(self._sessions[session_id])
+        stale = self._sessions.get(order.session_id)
+        if stale is not None and stale is not session:
+            self._unpin(stale)
+        self._sessions[order.session_id] = session
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a generator's step always runs in a task
+        session.last_used_s = self._clock()
+        session.round = RunningRound(order, task, prompt, started_s=session.last_used_s)
+        return session, session.round
+
+    def _resident(self, order: RoundOrder) -> ResidentSession:
+        """The session as this order knows it: resident, or (re)opened from the order."""
+        session = self._sessions.get(order.session_id)
+        keep = order.keep_history_tokens
+        if (
+            session is not None
+            and session.rounds == order.round_index
+            and len(session.tokens) >= keep
+        ):
+            return session
+        if order.history is None and keep > 0:
+            raise AmpdError(
+                ErrorReason.HISTORY_NOT_RESIDENT,
+                f"session {order.session_id} is not resident at {self._worker_id}",
+            )
+        if session is None and len(self._sessions) >= self._limits.max_sessions:
+            self._make_room_for_a_session()
+        return ResidentSession(
+            session_id=order.session_id,
+            tokens=order.history if order.history is not None else array("I"),
+            rounds=order.round_index,
+            last_used_s=self._clock(),
+        )
+
+    async def _decode(
+        self, round_: RunningRound
+    ) -> AsyncGenerator[TokensOut | tuple[PrefillStats, GenerateDone], None]:
+        """Run the engine; keep the round's token times. Ends with the engine's last word."""
+        order = round_.order
+        kv = round_.computed.report.kv if round_.computed is not None else None
+        stats = PrefillStats()
+        request = GenerateRequest(
+            request_id=f"{order.session_id}/{order.round_index}/{id(round_):x}",
+            tokens=round_.prompt,
+            kv=kv,
+            sampling=order.sampling,
+            slo=order.slo,
+        )
+        async with aclosing(self._engine.generate(request)) as events:
+            async for event in events:
+                match event:
+                    case PrefillDone():
+                        stats = event.stats
+                        round_.taken = True
+                    case TokensOut():
+                        round_.output.extend(event.token_ids)
+                        self._clock_tokens(round_, len(event.token_ids))
+                        yield event
+                    case GenerateDone():
+                        yield stats, event
+
+    def _clock_tokens(self, round_: RunningRound, count: int) -> None:
+        now_s = self._clock()
+        if round_.last_token_s is None:
+            round_.first_token_s = now_s
+        else:
+            round_.gaps_s.append(now_s - round_.last_token_s)
+            self._itl.add(now_s, now_s - round_.last_token_s)
+        # Tokens of one step arrive at once: no time lies between them.
+        round_.gaps_s.extend([0.0] * (count - 1))
+        round_.last_token_s = now_s
+
+    async def _settle(
+        self,
+        session: ResidentSession,
+        round_: RunningRound,
+        stats: PrefillStats,
+        done: GenerateDone,
+    ) -> Finished:
+        """The round ended well: prompt and kept output are the session's tokens now, and the
+        new pin replaces the old one."""
+        kept = round_.output[: done.kept_output_tokens]
+        session.tokens = round_.prompt + kept
+        session.rounds += 1
+        session.round = None
+        session.last_used_s = self._clock()
+        old, session.kv = session.kv, done.kv
+        self._ledger.settle(session.session_id, tokens=len(session.tokens))
+        if old is not None:
+            await self._engine.release(old)
+        timings = self._timings(round_, stats)
+        return Finished(
+            finish_reason=done.finish_reason,
+            stop_reason=done.stop_reason,
+            usage=_usage(round_, stats, done),
+            timings=timings,
+            attained=slo_core.attains(timings, round_.order.slo),
+            history_tokens=len(session.tokens),
+        )
+
+    def _timings(self, round_: RunningRound, stats: PrefillStats) -> RoundTimings:
+        created_s = round_.order.created_s
+        first_s = round_.first_token_s if round_.first_token_s is not None else created_s
+        last_s = round_.last_token_s if round_.last_token_s is not None else created_s
+        common = RoundTimings(
+            ttft_s=first_s - created_s,
+            itl_mean_s=slo_core.mean(round_.gaps_s),
+            itl_p95_s=slo_core.p95(round_.gaps_s),
+            itl_max_s=max(round_.gaps_s, default=0.0),
+            total_s=last_s - created_s,
+        )
+        if round_.computed is None:
+            waited_s = max(0.0, first_s - created_s - stats.compute_s)
+            return replace(common, queue_s=waited_s, compute_s=stats.compute_s)
+        report = round_.computed.report
+        return replace(
+            common,
+            queue_s=report.queue_s,
+            read_s=report.stats.read_s,
+            compute_s=report.stats.compute_s,
+            return_s=stats.read_s,
+        )
+
+    def _discard(self, session: ResidentSession, round_: RunningRound) -> None:
+        """The round did not end well: the session and its pinned history are as before it."""
+        self._ledger.discard(session.session_id)
+        session.round = None
+        session.last_used_s = self._clock()
+        if round_.computed is not None and not round_.taken:
+            self._tasks.void(round_.computed.target, round_.computed.task_id)
+
+    # --- sessions ----------------------------------------------------------------------------
+
+    async def supersede(self, session_id: str, error: AmpdError) -> None:
+        """End the session's running round, if any, with `error`; returns when it has freed all."""
+        session = self._sessions.get(session_id)
+        if session is None or session.round is None:
+            return
+        round_ = session.round
+        round_.superseded = error
+        round_.task.cancel()
+        await round_.ended.wait()
+
+    async def release(self, session_id: str) -> None:
+        """Free all that the session holds here, its running round included. Idempotent."""
+        await self.supersede(
+            session_id, AmpdError(ErrorReason.SESSION_NOT_FOUND, f"session {session_id} was closed")
+        )
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._drop(session)
+            await self._release_pins()
+
+    async def sweep(self) -> None:
+        """Let go of what nobody has used for long: the KV first, the session later."""
+        now_s = self._clock()
+        for session in tuple(self._sessions.values()):
+            idle_s = now_s - session.last_used_s
+            if session.round is not None:
+                continue
+            if idle_s > self._limits.session_ttl_s:
+                self._drop(session)
+            elif idle_s > self._limits.kv_lease_s and session.kv is not None:
+                self._evict(session)
+        await self._release_pins()
+
+    def _evict(self, session: ResidentSession) -> None:
+        """Drop a paused session's KV; its tokens stay, its next round rebuilds the KV."""
+        self._ledger.unpin(session.session_id)
+        self._unpin(session)
+        log.info("session_evicted", session=session.session_id, tokens=len(session.tokens))
+
+    def _drop(self, session: ResidentSession) -> None:
+        del self._sessions[session.session_id]
+        self._ledger.close(session.session_id)
+        self._unpin(session)
+
+    def _make_room_for_a_session(self) -> None:
+        """Forget the least recently used paused session: the store has its tokens."""
+        paused = [session for session in self._sessions.values() if session.round is None]
+        if not paused:
+            raise AmpdError(
+                ErrorReason.QUEUE_FULL,
+                f"{self._worker_id} runs rounds of {len(self._sessions)} sessions",
+                retry_after_s=1.0,
+            )
+        self._drop(min(paused, key=lambda session: session.last_used_s))
+
+    def _unpin(self, session: ResidentSession) -> None:
+        """Mark the session's pin for release: deciding is synchronous, releasing is not."""
+        if session.kv is not None:
+            self._pins_to_release.append(session.kv)
+            session.kv = None
+
+    async def _release_pins(self) -> None:
+        while self._pins_to_release:
+            await self._engine.release(self._pins_to_release.pop())
+
+    # --- load --------------------------------------------------------------------------------
+
+    def load(self) -> WorkerLoad:
+        """What binding and routing need to know of this worker now."""
+        now_s = self._clock()
+        rounds = [s.round for s in self._sessions.values() if s.round is not None]
+        local = [r for r in rounds if r.first_token_s is None and not r.order.targets]
+        decoding = [r for r in rounds if r.first_token_s is not None]
+        waits_s = [now_s - r.last_token_s for r in decoding if r.last_token_s is not None]
+        return WorkerLoad(
+            draining=self.draining,
+            queued_tasks=len(local),
+            queued_prefill_s=sum(
+                self._cost.t_pre(r.order.keep_history_tokens, len(r.order.increment))
+                for r in local
+            ),
+            oldest_wait_s=max((now_s - r.started_s for r in local), default=0.0),
+            itl_window_s=self._itl.value(now_s, waits_s),
+            running_rounds=len(decoding),
+            running_context_tokens=sum(len(r.prompt) + len(r.output) for r in decoding),
+            sessions=len(self._sessions),
+            kv_pinned_tokens=self._ledger.pinned_tokens,
+            kv_running_tokens=self._ledger.running_tokens,
+            kv_reserved_tokens=self._ledger.reserved_tokens,
+        )
+
+
+def _usage(round_: RunningRound, stats: PrefillStats, done: GenerateDone) -> RoundUsage:
+    remote = round_.computed.report.stats if round_.computed is not None else PrefillStats()
+    return RoundUsage(
+        history_tokens=round_.order.keep_history_tokens,
+        increment_tokens=len(round_.order.increment),
+        output_tokens=done.output_tokens,
+        kept_output_tokens=done.kept_output_tokens,
+        prefill_computed_tokens=remote.computed_tokens,
+        decode_computed_tokens=stats.computed_tokens,
+        decode_cached_tokens=stats.cached_tokens,
+        history_pulled_tokens=remote.pulled_tokens,
+        history_pulled_bytes=remote.pulled_bytes,
+        increment_pulled_tokens=stats.pulled_tokens,
+        increment_pulled_bytes=stats.pulled_bytes,
+    )

@@ -1,0 +1,229 @@
+"""The home's prefill tasks: offered, claimed, completed, or void; the home alone decides.
+
+A task is in the table from its offer until its KV was taken or it became void, so a claim or
+a completion that finds none is `gone`, and nothing is computed or handed over twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+
+import structlog
+
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.model import (
+    KvHandle,
+    PrefillTarget,
+    PrefillTask,
+    Rerouted,
+    RoundOrder,
+    Route,
+    RouteReason,
+)
+from ampd.ports import ClaimedTask, Engine, Peers, PrefillPeer, PrefillReport, Tokens
+from services.decode.settings import HomeLimits
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class OfferedTask:
+    """One task while a prefill worker has it; `done` gets its report or what went wrong."""
+
+    task: PrefillTask
+    target: PrefillTarget
+    prompt: Tokens
+    history: KvHandle | None
+    done: asyncio.Future[PrefillReport]
+    claimed: asyncio.Event
+    lent: KvHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedPrefill:
+    """A prefill worker's result, which waits there for the home to take it."""
+
+    target: PrefillTarget
+    task_id: str
+    report: PrefillReport
+
+
+class PrefillTasks:
+    """All prefill tasks that this home has out, and their hand-over."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        engine: Engine,
+        peers: Peers,
+        limits: HomeLimits,
+        background: asyncio.TaskGroup,
+    ) -> None:
+        self._worker_id = worker_id
+        self._engine = engine
+        self._peers = peers
+        self._limits = limits
+        self._background = background
+        self._offered: dict[str, OfferedTask] = {}
+        self._numbers = count(1)
+
+    async def prefill(
+        self, order: RoundOrder, prompt: Tokens, history: KvHandle | None
+    ) -> AsyncGenerator[Rerouted | ComputedPrefill, None]:
+        """Try the order's targets in turn: a result ends it, `Rerouted` to the home too.
+
+        Yields nothing for a local order. Closing it early voids the task on both sides.
+        """
+        for attempt, target in enumerate(order.targets):
+            if attempt:
+                yield Rerouted(Route.REMOTE, RouteReason.REROUTED, target.worker_id)
+            try:
+                yield await self._prefill_at(target, order, prompt, history)
+                return
+            except AmpdError as error:
+                log.warning(
+                    "prefill_worker_failed",
+                    session=order.session_id,
+                    round=order.round_index,
+                    prefill_worker=target.worker_id,
+                    reason=error.reason,
+                    error=error.message,
+                )
+        if order.targets:
+            yield Rerouted(Route.LOCAL, RouteReason.FALLBACK_LOCAL, None)
+
+    async def _prefill_at(
+        self, target: PrefillTarget, order: RoundOrder, prompt: Tokens, history: KvHandle | None
+    ) -> ComputedPrefill:
+        """Offer, and wait until the worker has computed it, failed, or is lost."""
+        task = PrefillTask(
+            task_id=f"{self._worker_id}/{order.session_id}/{order.round_index}"
+            f"/{next(self._numbers)}",
+            session_id=order.session_id,
+            round_index=order.round_index,
+            home=self._worker_id,
+            history_tokens=order.keep_history_tokens if history is not None else 0,
+            increment_tokens=len(order.increment)
+            + (order.keep_history_tokens if history is None else 0),
+            created_s=order.created_s,
+            slo=order.slo,
+        )
+        offered = OfferedTask(
+            task=task,
+            target=target,
+            prompt=prompt,
+            history=history,
+            done=asyncio.get_running_loop().create_future(),
+            claimed=asyncio.Event(),
+        )
+        peer = self._peers.prefill(target)
+        self._offered[task.task_id] = offered
+        try:
+            await peer.offer(task)
+            report = await self._outcome(offered, peer)
+            return ComputedPrefill(target, task.task_id, report)
+        except BaseException:
+            # Refused, lost, too late or cancelled: whatever the worker has of it is void.
+            self.void(target, task.task_id)
+            raise
+        finally:
+            del self._offered[task.task_id]
+            if offered.lent is not None:
+                await self._engine.reclaim(offered.lent)
+
+    async def _outcome(self, offered: OfferedTask, peer: PrefillPeer) -> PrefillReport:
+        limits = self._limits
+        watch = asyncio.ensure_future(peer.lost())
+        claim = asyncio.ensure_future(offered.claimed.wait())
+        try:
+            await _first(limits.claim_timeout_s, offered.done, watch, claim)
+            if claim.done() and not offered.done.done() and not watch.done():
+                await _first(limits.prefill_timeout_s, offered.done, watch)
+            if offered.done.done():
+                return offered.done.result()
+            silent = "is gone" if watch.done() else "did not answer in time"
+            raise AmpdError(
+                ErrorReason.WORKER_UNAVAILABLE, f"{offered.target.worker_id} {silent}"
+            )
+        finally:
+            for future in (watch, claim, offered.done):
+                future.cancel()
+            with suppress(asyncio.CancelledError, AmpdError):
+                await asyncio.gather(watch, claim, return_exceptions=True)
+
+    def void(self, target: PrefillTarget, task_id: str) -> None:
+        """The worker may free all it has of the task, its result included. Does not wait."""
+        self._background.create_task(self._withdraw(target, task_id), name="withdraw")
+
+    async def _withdraw(self, target: PrefillTarget, task_id: str) -> None:
+        try:
+            await self._peers.prefill(target).withdraw(task_id)
+        except AmpdError as error:
+            # A worker that cannot be told is dead, or drops the task when its claim is gone
+            # and its result when the lease on it ends.
+            log.info("withdraw_failed", task=task_id, reason=error.reason)
+
+    # --- what prefill workers call -----------------------------------------------------------
+
+    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
+        """The worker has taken the task from its queue: only now it gets tokens and history.
+
+        Raises TASK_GONE when the task is void, another's, or claimed already.
+        """
+        offered = self._owned(task_id, worker_id)
+        if offered.claimed.is_set():
+            raise _gone(task_id)
+        offered.claimed.set()
+        if offered.history is not None:
+            tokens = min(offered.task.history_tokens, offered.history.tokens)
+            try:
+                offered.lent = await self._engine.lend(offered.history, tokens)
+            except AmpdError as error:
+                # The pin is gone (its lease ended): the worker computes the history too.
+                log.warning("history_not_lent", task=task_id, reason=error.reason)
+        if self._offered.get(task_id) is not offered:
+            if offered.lent is not None:
+                await self._engine.reclaim(offered.lent)
+            raise _gone(task_id)
+        return ClaimedTask(tokens=offered.prompt, history=offered.lent)
+
+    async def complete(self, task_id: str, worker_id: str, report: PrefillReport) -> None:
+        """The worker hands its result over. Raises TASK_GONE: nobody waits for it."""
+        offered = self._owned(task_id, worker_id)
+        if not offered.claimed.is_set() or offered.done.done():
+            raise _gone(task_id)
+        offered.done.set_result(report)
+
+    async def fail(self, task_id: str, worker_id: str, error_message: str) -> None:
+        """The worker could not compute it: the round goes elsewhere. Unknown tasks are ignored."""
+        offered = self._offered.get(task_id)
+        if (
+            offered is not None
+            and offered.target.worker_id == worker_id
+            and not offered.done.done()
+        ):
+            offered.done.set_exception(AmpdError(ErrorReason.ENGINE_FAILED, error_message))
+
+    def _owned(self, task_id: str, worker_id: str) -> OfferedTask:
+        offered = self._offered.get(task_id)
+        if offered is None or offered.target.worker_id != worker_id:
+            raise _gone(task_id)
+        return offered
+
+
+def _gone(task_id: str) -> AmpdError:
+    return AmpdError(ErrorReason.TASK_GONE, f"task {task_id} is not to be had")
+
+
+async def _first(timeout_s: float, *futures: Awaitable[object]) -> None:
+    """Until one of them is done, or the time is over; none is cancelled."""
+    await asyncio.wait(
+        [asyncio.ensure_future(future) for future in futures],
+        timeout=timeout_s,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
