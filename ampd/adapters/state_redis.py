@@ -1,0 +1,381 @@
+"""StateStore over Valkey or Redis (7 or newer, not in cluster mode); the keys: docs/store.md.
+
+Every operation is one round trip, and atomic: a command, or a Lua script run by its digest.
+Whatever expires does so on the server's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+import structlog
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    ClusterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.maint_notifications import MaintNotificationsConfig
+
+from ampd.adapters import state_redis_scripts as scripts
+from ampd.adapters.state_codec import (
+    POLICY,
+    ROUND,
+    SESSION,
+    TOKEN_BYTES,
+    WORKER_INFO,
+    WORKER_LOAD,
+    decode,
+    decode_page_token,
+    encode,
+    encode_page_token,
+    pack_tokens,
+    unpack_tokens,
+)
+from ampd.adapters.state_errors import (
+    history_hole,
+    history_missing,
+    replaced_incarnation,
+    session_id_taken,
+    store_unavailable,
+)
+from ampd.adapters.state_limits import (
+    CLOSED_TTL_S,
+    CREATE_REQUEST_TTL_S,
+    DEFAULT_IDLE_TTL_S,
+    EXPIRED_CHECKS_PER_CREATE,
+    MAX_PAGE_SIZE,
+    MAX_ROUNDS_KEPT,
+    REPLAY_TTL_S,
+)
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.lifecycle import SessionRecord, SessionState
+from ampd.core.model import PolicySpec, RoundRecord, WorkerInfo, WorkerLoad, WorkerView
+from ampd.ports import RoundContext, SessionPage, SessionWrites, Tokens
+
+DEFAULT_TIMEOUT_S: Final = 1.0
+"""The bound of every operation in seconds, waiting for a connection included."""
+
+DEFAULT_MAX_CONNECTIONS: Final = 64
+"""Connections of one process; operations beyond them wait within their timeout."""
+
+CONNECTION_RETRIES: Final = 1
+"""A pooled connection that broke while idle (server restart) is replaced and tried again once.
+Safe: every write here gives the same result when it is sent twice."""
+
+MAX_SCANNED_PER_PAGE: Final = 4 * MAX_PAGE_SIZE
+"""Index entries, expired ones included, that one page looks at before it ends early."""
+
+MAX_UNREADABLE_NAMED: Final = 256
+"""Unreadable worker entries that are logged, once each."""
+
+_INCARNATION_DIGITS: Final = 20
+_UNAVAILABLE_CODES: Final = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
+_UNAVAILABLE_ERRORS: Final = (ClusterDownError, OutOfMemoryError, ReadOnlyError, TryAgainError)
+
+_log = structlog.get_logger(__name__)
+
+
+class RedisStateStore:
+    """See `ampd.ports.StateStore`. Safe for concurrent use by the tasks of one event loop.
+
+    `url`: redis://, rediss:// (TLS; `ssl_ca_certs=` and the like as query parameters) or
+    unix:// with the usual user, password and database. `prefix` goes in front of every key.
+    `timeout_s` bounds each operation; a write that ran into it may still have been done.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = "ampd",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        idle_ttl_s: float = DEFAULT_IDLE_TTL_S,
+        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._idle_ttl_ms = _ms(idle_ttl_s)
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=None,
+            socket_timeout=None,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), CONNECTION_RETRIES),
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+        )
+        self._client = Redis.from_pool(pool)
+        self._worker = f"{prefix}:worker:"
+        self._workers = f"{prefix}:workers"
+        self._policy = f"{prefix}:policy"
+        self._session = f"{prefix}:session:"
+        self._tokens = f"{prefix}:tokens:"
+        self._rounds = f"{prefix}:rounds:"
+        self._replay = f"{prefix}:replay:"
+        self._create = f"{prefix}:create:"
+        self._sessions = f"{prefix}:sessions:"
+        self._unreadable: set[str] = set()
+
+    # --- workers
+
+    async def heartbeat(
+        self, info: WorkerInfo, load: WorkerLoad, lease_s: float
+    ) -> PolicySpec | None:
+        """Register or renew a worker. AmpdError STALE_INCARNATION when a newer incarnation
+        of the same worker_id is registered."""
+        accepted, policy = await self._run(
+            "heartbeat",
+            scripts.HEARTBEAT,
+            (self._worker + info.worker_id, self._workers, self._policy),
+            info.worker_id,
+            _incarnation(info.incarnation),
+            encode(info),
+            encode(load),
+            _ms(lease_s),
+        )
+        if not accepted:
+            raise replaced_incarnation(info)
+        return None if policy is None else decode(POLICY, policy)
+
+    async def deregister(self, worker_id: str, incarnation: int) -> None:
+        """Remove a worker, unless a newer incarnation has replaced it. Idempotent."""
+        await self._run(
+            "deregister",
+            scripts.DEREGISTER,
+            (self._worker + worker_id, self._workers),
+            worker_id,
+            _incarnation(incarnation),
+        )
+
+    async def list_workers(self) -> tuple[WorkerView, ...]:
+        """All live workers and coordinators, by worker_id."""
+        entries = await self._run(
+            "list_workers", scripts.LIST_WORKERS, (self._workers,), self._worker
+        )
+        return self._views(entries)
+
+    # --- sessions
+
+    async def load_round(self, session_id: str, request_id: str) -> RoundContext:
+        """What one routing decision reads; its cost does not grow with the history."""
+        session, policy, replay, workers = await self._run(
+            "load_round",
+            scripts.LOAD_ROUND,
+            (
+                self._session + session_id,
+                self._workers,
+                self._policy,
+                _pair(self._replay, session_id, request_id),
+            ),
+            self._worker,
+        )
+        return RoundContext(
+            session=None if session is None else decode(SESSION, session),
+            workers=self._views(workers),
+            policy=None if policy is None else decode(POLICY, policy),
+            replay=replay,
+        )
+
+    async def create_session(self, record: SessionRecord, request_id: str) -> SessionRecord:
+        """Store a new session, or give back the one that this request_id (''; none) made.
+        AmpdError SESSION_CONFLICT when the session_id is taken."""
+        held = await self._run(
+            "create_session",
+            scripts.CREATE_SESSION,
+            (
+                self._session + record.session_id,
+                self._sessions + record.tenant,
+                _pair(self._create, record.tenant, request_id) if request_id else "",
+            ),
+            record.session_id,
+            record.version,
+            encode(record),
+            self._idle_ttl_ms,
+            _ms(CREATE_REQUEST_TTL_S),
+            self._session,
+            EXPIRED_CHECKS_PER_CREATE,
+        )
+        if held is None:
+            raise session_id_taken(record.session_id)
+        return decode(SESSION, held)
+
+    async def get_session(self, session_id: str) -> SessionRecord | None:
+        """The session's record; None: unknown or expired."""
+        raw = await self._command("get_session", "HGET", self._session + session_id, "record")
+        return None if raw is None else decode(SESSION, raw)
+
+    async def compare_and_set(
+        self, record: SessionRecord, expected_version: int, writes: SessionWrites | None = None
+    ) -> bool:
+        """Swap the record in, with all of `writes` or nothing. AmpdError INTERNAL when the
+        tokens would leave a hole behind the stored ones."""
+        writes = writes or SessionWrites()
+        closed = record.state is SessionState.CLOSED
+        swapped = await self._run(
+            "compare_and_set",
+            scripts.COMPARE_AND_SET,
+            (
+                self._session + record.session_id,
+                self._tokens + record.session_id,
+                self._rounds + record.session_id,
+                ""
+                if writes.replay is None
+                else _pair(self._replay, record.session_id, writes.replay_request_id),
+                self._sessions + record.tenant,
+            ),
+            record.session_id,
+            expected_version,
+            record.version,
+            encode(record),
+            secrets.token_bytes(16),
+            _ms(CLOSED_TTL_S) if closed else self._idle_ttl_ms,
+            int(closed),
+            writes.tokens_offset * TOKEN_BYTES,
+            b"" if writes.tokens is None else pack_tokens(writes.tokens),
+            "" if writes.round is None else writes.round.round_index,
+            b"" if writes.round is None else encode(writes.round),
+            MAX_ROUNDS_KEPT,
+            b"" if writes.replay is None else writes.replay,
+            _ms(REPLAY_TTL_S),
+        )
+        if swapped < 0:
+            raise history_hole(record.session_id, writes.tokens_offset)
+        return bool(swapped)
+
+    async def list_sessions(self, tenant: str, page_size: int, page_token: str) -> SessionPage:
+        """The tenant's open sessions by session_id, at most MAX_PAGE_SIZE; a page may be short
+        where many sessions have expired."""
+        after = decode_page_token(page_token)
+        records, last = await self._run(
+            "list_sessions",
+            scripts.LIST_SESSIONS,
+            (self._sessions + tenant,),
+            self._session,
+            f"({after}" if after else "-",
+            min(max(page_size, 1), MAX_PAGE_SIZE),
+            MAX_SCANNED_PER_PAGE,
+        )
+        return SessionPage(
+            tuple(decode(SESSION, raw) for raw in records),
+            "" if last is None else encode_page_token(last.decode()),
+        )
+
+    async def read_history(self, session_id: str, start: int, end: int) -> Tokens:
+        """Token ids [start, end). AmpdError SESSION_NOT_FOUND when not all are stored."""
+        if start >= end:
+            return unpack_tokens(b"")
+        raw = await self._command(
+            "read_history",
+            "GETRANGE",
+            self._tokens + session_id,
+            start * TOKEN_BYTES,
+            end * TOKEN_BYTES - 1,
+        )
+        if len(raw) != (end - start) * TOKEN_BYTES:
+            raise history_missing(session_id, start, end)
+        return unpack_tokens(raw)
+
+    async def read_rounds(self, session_id: str) -> tuple[RoundRecord, ...]:
+        """The newest MAX_ROUNDS_KEPT rounds, oldest first."""
+        raws = await self._command("read_rounds", "ZRANGE", self._rounds + session_id, 0, -1)
+        return tuple(decode(ROUND, raw) for raw in raws)
+
+    # --- policy
+
+    async def get_policy(self) -> PolicySpec | None:
+        """The policy in force; None: none was set."""
+        raw = await self._command("get_policy", "HGET", self._policy, "spec")
+        return None if raw is None else decode(POLICY, raw)
+
+    async def set_policy(self, policy: PolicySpec, expected_version: int) -> bool:
+        """Swap the policy in; `policy.version` must be above `expected_version`."""
+        return bool(
+            await self._run(
+                "set_policy",
+                scripts.SET_POLICY,
+                (self._policy,),
+                expected_version,
+                policy.version,
+                encode(policy),
+                secrets.token_bytes(16),
+            )
+        )
+
+    async def ping(self) -> None:
+        """Returns when the server answers. AmpdError STORE_UNAVAILABLE."""
+        await self._command("ping", "PING")
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        await self._client.aclose(close_connection_pool=True)
+
+    # --- plumbing
+
+    def _views(self, entries: Sequence[tuple[bytes, bytes, bytes, int]]) -> tuple[WorkerView, ...]:
+        views = []
+        for raw_id, info, load, age_ms in entries:
+            try:
+                view = WorkerView(
+                    decode(WORKER_INFO, info), decode(WORKER_LOAD, load), max(0, age_ms) / 1000
+                )
+            except AmpdError as error:
+                self._log_unreadable(raw_id.decode(), error)
+            else:
+                views.append(view)
+        return tuple(sorted(views, key=lambda view: view.info.worker_id))
+
+    def _log_unreadable(self, worker_id: str, error: AmpdError) -> None:
+        # An entry of some other version must not stop the routing to all the others.
+        if worker_id not in self._unreadable and len(self._unreadable) < MAX_UNREADABLE_NAMED:
+            self._unreadable.add(worker_id)
+            _log.warning("worker_entry_unreadable", worker_id=worker_id, error=str(error))
+
+    async def _run(
+        self,
+        operation: str,
+        script: scripts.Script,
+        keys: Sequence[str],
+        *args: bytes | str | int,
+    ) -> Any:
+        try:
+            return await self._command(operation, "EVALSHA", script.sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await self._command(operation, "EVAL", script.source, len(keys), *keys, *args)
+
+    async def _command(self, operation: str, *words: bytes | str | int) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                # redis-py leaves its generic command untyped.
+                return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+        except NoScriptError:
+            raise
+        except ResponseError as error:
+            if isinstance(error, _UNAVAILABLE_ERRORS) or str(error).startswith(_UNAVAILABLE_CODES):
+                raise store_unavailable(operation, error) from error
+            raise AmpdError(ErrorReason.INTERNAL, f"store {operation}: {error}") from error
+        except (RedisError, OSError) as error:
+            # TimeoutError is an OSError, whoever raised it.
+            raise store_unavailable(operation, error) from error
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _incarnation(incarnation: int) -> str:
+    return str(incarnation).zfill(_INCARNATION_DIGITS)
+
+
+def _pair(prefix: str, first: str, second: str) -> str:
+    # Quoted, the first name holds no ':', so no two pairs make the same key.
+    return f"{prefix}{quote(first, safe='')}:{second}"
