@@ -1,0 +1,144 @@
+"""The round protocol between coordinators and homes: the order, and the stream of its events."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ampd.core.errors import invalid_field
+from ampd.core.model import (
+    Accepted,
+    Finished,
+    PrefillTarget,
+    Rerouted,
+    RoundEvent,
+    RoundOrder,
+    TokensOut,
+)
+from ampd.v1 import session_service_pb2
+from ampd.wire import enums, names, round, sampling, session, times, tokens  # noqa: A004
+from ampd.worker.v1 import decode_service_pb2
+
+MAX_TARGETS: Final = 64
+
+_ANY_TOKEN_ID: Final = 2**32
+"""Ids are checked against the vocabulary where they enter the cluster, not again here."""
+
+
+def order_to_proto(
+    order: RoundOrder, *, incarnation: int, now_s: float
+) -> decode_service_pb2.RunRoundRequest:
+    """`incarnation`: the life of the home that is meant; `now_s`: the clock of `created_s`."""
+    return decode_service_pb2.RunRoundRequest(
+        incarnation=incarnation,
+        session_id=order.session_id,
+        request_id=order.request_id,
+        round_index=order.round_index,
+        keep_history_tokens=order.keep_history_tokens,
+        increment=tokens.tokens_to_bytes(order.increment),
+        history=None if order.history is None else tokens.tokens_to_bytes(order.history),
+        sampling=sampling.sampling_to_proto(order.sampling),
+        slo=session.slo_to_proto(order.slo),
+        age=times.duration_to_proto(max(0.0, now_s - order.created_s)),
+        targets=[
+            decode_service_pb2.PrefillTarget(
+                worker_id=target.worker_id,
+                incarnation=target.incarnation,
+                address=target.address,
+            )
+            for target in order.targets
+        ],
+        reason=enums.ROUTE_REASON.to_proto(order.reason),
+        footprint_tokens=order.footprint_tokens,
+    )
+
+
+def order_from_proto(message: decode_service_pb2.RunRoundRequest, *, now_s: float) -> RoundOrder:
+    """The order on the clock of `now_s`; AmpdError INVALID_FIELD."""
+    increment = tokens.tokens_from_bytes(message.increment, "increment")
+    if not increment:
+        raise invalid_field("increment", "at least one token")
+    history = None
+    if message.HasField("history"):
+        history = tokens.tokens_from_bytes(message.history, "history")
+        if len(history) != message.keep_history_tokens:
+            raise invalid_field(
+                "history",
+                f"{len(history)} tokens, not keep_history_tokens = {message.keep_history_tokens}",
+            )
+    if not message.sampling.HasField("max_tokens"):
+        raise invalid_field("sampling.max_tokens", "required in an order")
+    if len(message.targets) > MAX_TARGETS:
+        raise invalid_field("targets", f"at most {MAX_TARGETS}")
+    asked = sampling.sampling_from_proto(message.sampling, vocab_size=_ANY_TOKEN_ID)
+    return RoundOrder(
+        session_id=names.required_id(message.session_id, "session_id"),
+        request_id=names.required_id(message.request_id, "request_id"),
+        round_index=message.round_index,
+        keep_history_tokens=message.keep_history_tokens,
+        increment=increment,
+        history=history,
+        sampling=asked.resolve(message.sampling.max_tokens),
+        slo=session.whole_slo_from_proto(message.slo, "slo"),
+        created_s=now_s - times.age_from_proto(message.age, "age"),
+        targets=tuple(
+            PrefillTarget(
+                names.required_id(target.worker_id, f"targets[{index}].worker_id"),
+                target.incarnation,
+                target.address,
+            )
+            for index, target in enumerate(message.targets)
+        ),
+        reason=enums.ROUTE_REASON.from_proto(message.reason, "reason"),
+        footprint_tokens=message.footprint_tokens,
+    )
+
+
+def event_to_proto(event: RoundEvent) -> decode_service_pb2.RunRoundResponse:
+    """One event of a round. Tokens first: they are nearly all of them."""
+    match event:
+        case TokensOut():
+            return decode_service_pb2.RunRoundResponse(tokens=batch_to_proto(event))
+        case Accepted():
+            return decode_service_pb2.RunRoundResponse(
+                accepted=decode_service_pb2.RoundAccepted(history_rebuilt=event.history_rebuilt)
+            )
+        case Rerouted():
+            return decode_service_pb2.RunRoundResponse(
+                rerouted=decode_service_pb2.RoundRerouted(
+                    route=enums.ROUTE.to_proto(event.route),
+                    reason=enums.ROUTE_REASON.to_proto(event.reason),
+                    prefill_worker=event.prefill_worker or "",
+                )
+            )
+        case Finished():
+            return decode_service_pb2.RunRoundResponse(finished=round.finished_to_proto(event))
+
+
+def event_from_proto(message: decode_service_pb2.RunRoundResponse) -> RoundEvent:
+    """One event of a round; AmpdError INVALID_FIELD `event` for one that is not known."""
+    match message.WhichOneof("event"):
+        case "tokens":
+            return batch_from_proto(message.tokens)
+        case "accepted":
+            return Accepted(history_rebuilt=message.accepted.history_rebuilt)
+        case "rerouted":
+            moved = message.rerouted
+            return Rerouted(
+                route=enums.ROUTE.from_proto(moved.route, "rerouted.route"),
+                reason=enums.ROUTE_REASON.from_proto(moved.reason, "rerouted.reason"),
+                prefill_worker=moved.prefill_worker or None,
+            )
+        case "finished":
+            return round.finished_from_proto(message.finished)
+        case _:
+            raise invalid_field("event", "an event that this version does not know")
+
+
+def batch_to_proto(event: TokensOut) -> session_service_pb2.TokenBatch:
+    """New output tokens. The ids are copied in one pass in C, from whatever sequence it is."""
+    return session_service_pb2.TokenBatch(token_ids=event.token_ids, text=event.text)
+
+
+def batch_from_proto(message: session_service_pb2.TokenBatch) -> TokensOut:
+    """New output tokens."""
+    return TokensOut(tuple(message.token_ids), message.text)
