@@ -1,0 +1,37 @@
+# Everything starts from a virtual environment in .venv, made on first use.
+MODEL ?= smollm2
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint typecheck protos check clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: ## Install AMPD with its CPU engine into .venv (nothing to do the second time)
+	@scripts/install.sh $(VENV)
+
+demo: install ## Run agents on a local cluster: MODEL=smollm2 (default), tiny or a folder
+	@$(BIN)/ampdctl demo --model $(MODEL)
+
+test: install ## Run the whole test suite, the real engine included
+	$(BIN)/pytest
+
+lint: install ## Check style, imports between layers, and the protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+
+typecheck: install ## Check types
+	$(BIN)/mypy
+
+protos: install ## Generate ampd/v1 and ampd/worker/v1 from protos/
+	$(BIN)/python scripts/generate_protos.py
+
+check: lint typecheck ## All static checks, the freshness of generated code included
+	$(BIN)/python scripts/generate_protos.py --check
+
+clean: ## Remove the virtual environment and what the tools have cached (not the models)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
