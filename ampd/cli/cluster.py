@@ -1,0 +1,324 @@
+"""A cluster on this machine: embedded store, coordinator, prefill and decode workers.
+
+    async with LocalCluster(ClusterSpec(model="/path"), run_dir=folder) as cluster:
+        async with AmpdClient(cluster.address) as client: ...
+
+The services are started as the processes they are in production, by their console scripts:
+this package never imports them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final, Self
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from ampd.cli.errors import CliError
+from ampd.core.model import Role
+from ampd.runtime.children import tied_to_this_process
+from ampd.runtime.embedded_store import EmbeddedStore
+
+Progress = Callable[[str], None]
+
+HOST: Final = "127.0.0.1"
+START_TIMEOUT_S: Final = 300.0
+"""Until every service serves: loading the engine takes seconds, on a busy machine a minute."""
+STOP_GRACE_S: Final = 10.0
+"""From SIGTERM to SIGKILL."""
+LOG_TAIL_LINES: Final = 20
+_HEALTH_POLL_S: Final = 0.1
+
+DEFAULT_KV_CACHE_BYTES: Final = 1 << 30
+DEFAULT_MAX_MODEL_TOKENS: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What to start. `model` is a folder (see `ampd.models.prepare`)."""
+
+    model: Path
+    prefill: int = 1
+    decode: int = 1
+    coordinators: int = 1
+    policy: str = "ampd-paper"
+    ttft_slo_s: float | None = None
+    itl_slo_s: float | None = None
+    """None: the coordinator's own defaults."""
+    kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
+    """Per worker."""
+    max_model_tokens: int = DEFAULT_MAX_MODEL_TOKENS
+    threads: int | None = None
+    """Per worker; None: the machine's cores shared out evenly, at least one."""
+    profile_dir: Path | None = None
+    """Where workers keep what they measured of themselves; None: below the run directory."""
+
+    @property
+    def worker_threads(self) -> int:
+        """Threads of each worker."""
+        workers = self.prefill + self.decode
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+@dataclass(slots=True)
+class ServiceProcess:
+    """One service: started, watched and stopped by its cluster."""
+
+    name: str
+    role: Role
+    address: str
+    log: Path
+    process: asyncio.subprocess.Process
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is its process group's too."""
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.returncode is None
+
+    def send(self, signum: int) -> None:
+        """Signal the service and whatever it has started: each leads a process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signum)
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """Starts on entering, stops on leaving: nothing that it started outlives it.
+
+    Where it is itself killed, the kernel kills its services (Linux). Raises CliError, with the
+    end of the service's log, when one does not come up.
+    """
+
+    spec: ClusterSpec
+    run_dir: Path
+    progress: Progress = lambda _line: None
+    services: list[ServiceProcess] = field(default_factory=list)
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def address(self) -> str:
+        """host:port of the first coordinator."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        """host:port of every coordinator."""
+        return [s.address for s in self.services if s.role is Role.COORDINATOR]
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.progress("stopping the cluster")
+        await self._stack.aclose()
+
+    async def wait_for_exit(self) -> ServiceProcess:
+        """Returns the first service that ends by itself."""
+        waiting = {asyncio.ensure_future(s.process.wait()): s for s in self.services}
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            return waiting[next(iter(done))]
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    # --- starting -------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        started_s = time.monotonic()
+        store = await self._stack.enter_async_context(EmbeddedStore())
+        self.progress("store is up")
+        self._stack.push_async_callback(self._stop_services)
+        for launch in _launches(self.spec, self.run_dir):
+            self.services.append(await self._launch(launch, store.url))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S), asyncio.TaskGroup() as group:
+                for service in self.services:
+                    group.create_task(self._wait_until_serving(service, started_s))
+        except* CliError as failed:
+            raise failed.exceptions[0] from None
+        except* TimeoutError:
+            silent = ", ".join(s.name for s in self.services)
+            raise CliError(
+                f"the cluster was not ready within {START_TIMEOUT_S:.0f} s ({silent})",
+                hint=f"their logs are in {self.run_dir}",
+            ) from None
+
+    async def _launch(self, launch: _Launch, store_url: str) -> ServiceProcess:
+        log = self.run_dir / f"{launch.name}.log"
+        command = [str(_console_script(launch.script)), *launch.arguments]
+        with log.open("wb") as output:
+            process = await _spawn(
+                tied_to_this_process(command, signal.SIGKILL),
+                output,
+                # In the environment, because everybody can read a command line and the URL
+                # holds the store's password.
+                {**os.environ, "AMPD_STORE_URL": store_url},
+            )
+        return ServiceProcess(launch.name, launch.role, launch.address, log, process)
+
+    async def _wait_until_serving(self, service: ServiceProcess, started_s: float) -> None:
+        async with grpc.aio.insecure_channel(
+            service.address, options=[("grpc.max_reconnect_backoff_ms", 200)]
+        ) as channel:
+            while not await _is_serving(channel):
+                if not service.is_running:
+                    raise CliError(
+                        f"{service.name} ended with exit code {service.process.returncode} at "
+                        f"start; the end of {service.log}:\n{_tail(service.log)}"
+                    )
+                await asyncio.sleep(_HEALTH_POLL_S)
+        self.progress(f"{service.name} is ready after {time.monotonic() - started_s:.0f} s")
+
+    # --- stopping -------------------------------------------------------------------------
+
+    async def _stop_services(self) -> None:
+        for service in self.services:
+            service.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                for service in self.services:
+                    await service.process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            # Also for one that ended by itself: its group may hold a child that did not.
+            for service in self.services:
+                service.send(signal.SIGKILL)
+            for service in self.services:
+                await service.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    name: str
+    role: Role
+    script: str
+    address: str
+    arguments: tuple[str, ...]
+
+
+def _launches(spec: ClusterSpec, run_dir: Path) -> list[_Launch]:
+    """Every service's command line. Workers first: they take longest."""
+    workers = [(Role.PREFILL, i) for i in range(spec.prefill)]
+    workers += [(Role.DECODE, i) for i in range(spec.decode)]
+    ports = iter(free_ports(2 * len(workers) + spec.coordinators))
+    launches = []
+    for role, index in workers:
+        address = f"{HOST}:{next(ports)}"
+        name = f"{role}-{index}"
+        arguments = _flags(
+            {
+                "listen": address,
+                "model": spec.model,
+                "worker-id": name,
+                "kv-cache-bytes": spec.kv_cache_bytes,
+                "threads": spec.worker_threads,
+                "max-model-tokens": spec.max_model_tokens,
+                "side-channel-port": next(ports),
+                "profile-dir": spec.profile_dir or run_dir / "profiles",
+            }
+        )
+        launches.append(_Launch(name, role, f"ampd-{role}", address, arguments))
+    for index in range(spec.coordinators):
+        address = f"{HOST}:{next(ports)}"
+        name = f"{Role.COORDINATOR}-{index}"
+        arguments = _flags(
+            {
+                "listen": address,
+                "model": spec.model,
+                "worker-id": name,
+                "policy": spec.policy,
+                "ttft-slo-s": spec.ttft_slo_s,
+                "itl-slo-s": spec.itl_slo_s,
+            }
+        )
+        launches.append(_Launch(name, Role.COORDINATOR, "ampd-coordinator", address, arguments))
+    return launches
+
+
+def _flags(values: Mapping[str, object | None]) -> tuple[str, ...]:
+    """`--key value` for all that have a value."""
+    set_values = {key: value for key, value in values.items() if value is not None}
+    return tuple(text for key, value in set_values.items() for text in (f"--{key}", str(value)))
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on now; all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind((HOST, 0))
+        return [probe.getsockname()[1] for probe in sockets]
+
+
+def _console_script(name: str) -> Path:
+    beside_python = Path(sys.executable).parent / name
+    if beside_python.is_file():
+        return beside_python
+    on_path = shutil.which(name)
+    if on_path is None:
+        raise CliError(f"{name} is not installed", hint="`make install` installs every service")
+    return Path(on_path).absolute()
+
+
+async def _spawn(
+    command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+        # A Ctrl-C in the terminal is for us: we stop the services in our own order.
+        start_new_session=True,
+    )
+
+
+async def _is_serving(channel: grpc.aio.Channel) -> bool:
+    # Not by the generated stub: its type stubs know no methods.
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    try:
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=1.0)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join(f"  {line}" for line in lines) or "  (empty)"
