@@ -1,0 +1,154 @@
+"""The named policies and their declared settings (spec 4).
+
+A policy is data here: name, settings with type, range and default. `ampd.core.routing` decides
+by it, `queue_order` says how a prefill worker orders its queue under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Final
+
+from ampd.core.errors import AmpdError, invalid_field
+from ampd.core.model import PolicySpec
+from ampd.core.prefill_queue import FIFO, QueueOrder
+
+SettingValue = float | int | bool | str
+
+AMPD_PAPER: Final = "ampd-paper"
+ALWAYS_REMOTE: Final = "always-remote"
+ALWAYS_LOCAL: Final = "always-local"
+
+LEAST_LOADED: Final = "least-loaded"
+ROUND_ROBIN: Final = "round-robin"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: its type is that of `default`; numbers lie in [minimum, maximum], a string
+    is one of `choices`."""
+
+    name: str
+    default: SettingValue
+    doc: str
+    minimum: float = 0.0
+    maximum: float = 0.0
+    choices: tuple[str, ...] = ()
+
+    @property
+    def type_name(self) -> str:
+        """`bool`, `int`, `float` or `str`."""
+        return type(self.default).__name__
+
+    def check(self, value: object) -> SettingValue:
+        """The value in the setting's own type; a whole float is an int (the wire has floats
+        only). Raises INVALID_FIELD `policy.settings.<name>`."""
+        if isinstance(self.default, bool):
+            if isinstance(value, bool):
+                return value
+            raise self._invalid("must be true or false")
+        if isinstance(self.default, str):
+            if isinstance(value, str) and value in self.choices:
+                return value
+            raise self._invalid(f"must be one of {', '.join(self.choices)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise self._invalid("must be a number")
+        if not self.minimum <= value <= self.maximum:
+            raise self._invalid(f"must be from {self.minimum:g} to {self.maximum:g}")
+        if isinstance(self.default, float):
+            return float(value)
+        if value != int(value):
+            raise self._invalid("must be a whole number")
+        return int(value)
+
+    def _invalid(self, description: str) -> AmpdError:
+        return invalid_field(f"policy.settings.{self.name}", description)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A named policy: what it does, in a line, and what can be set."""
+
+    name: str
+    doc: str
+    settings: tuple[Setting, ...] = ()
+
+
+WINDOW_S: Final = Setting(
+    "window_s", 10.0, "length of the windowed TTFT and ITL statistics (s)", 0.1, 600.0
+)
+POLICIES: Final[Mapping[str, Policy]] = {
+    policy.name: policy
+    for policy in (
+        Policy(
+            AMPD_PAPER,
+            "a prefill worker within alpha x TTFT SLO, else home within beta x ITL SLO, else "
+            "the cheapest; reorders each prefill queue",
+            (
+                Setting("alpha", 0.9, "share of the TTFT SLO a prefill worker may use", 0.0, 10.0),
+                Setting("beta", 0.85, "share of the ITL SLO the home may use", 0.0, 10.0),
+                Setting("w", 3, "tasks at the queue's head that are reordered", 1, 6),
+                WINDOW_S,
+                Setting(
+                    "literal",
+                    False,
+                    "the paper's algorithm to the letter: random order, past windows only",
+                ),
+            ),
+        ),
+        Policy(
+            ALWAYS_REMOTE,
+            "every prefill on a prefill worker, first come, first served",
+            (
+                Setting(
+                    "choice",
+                    LEAST_LOADED,
+                    "which prefill worker",
+                    choices=(LEAST_LOADED, ROUND_ROBIN),
+                ),
+                WINDOW_S,
+            ),
+        ),
+        Policy(ALWAYS_LOCAL, "every prefill on the session's home", (WINDOW_S,)),
+    )
+}
+DEFAULT_POLICY: Final = PolicySpec(AMPD_PAPER)
+
+
+def resolve(spec: PolicySpec) -> PolicySpec:
+    """The policy with every setting present and checked.
+
+    Raises INVALID_FIELD naming `policy.name` or `policy.settings.<name>`.
+    """
+    policy = POLICIES.get(spec.name)
+    if policy is None:
+        raise invalid_field("policy.name", f"must be one of {', '.join(sorted(POLICIES))}")
+    declared = {setting.name: setting for setting in policy.settings}
+    for name in spec.settings:
+        if name not in declared:
+            known = ", ".join(sorted(declared))
+            raise invalid_field(
+                f"policy.settings.{name}", f"{policy.name} has no such setting; it has {known}"
+            )
+    settings = {
+        name: setting.check(spec.settings[name]) if name in spec.settings else setting.default
+        for name, setting in declared.items()
+    }
+    return PolicySpec(spec.name, settings, spec.version)
+
+
+def number(spec: PolicySpec, name: str) -> float:
+    """A numeric setting of a resolved policy."""
+    value = spec.settings[name]
+    assert not isinstance(value, str)  # noqa: S101 - resolve() checked it
+    return value
+
+
+def queue_order(spec: PolicySpec) -> QueueOrder:
+    """How prefill workers order their queues under a resolved policy (spec 5)."""
+    if spec.name != AMPD_PAPER:
+        return FIFO
+    w = int(number(spec, "w"))
+    return QueueOrder(window=w, bound=w, by_arrival=bool(spec.settings["literal"]))

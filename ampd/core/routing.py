@@ -1,0 +1,249 @@
+"""Where a prefill is executed (spec 4): a pure function of the task and the published loads.
+
+`ampd-paper` with `literal` is the paper's algorithm 1; without it (the default) it keeps the
+paper's three steps and mends what a prototype measured to be wrong with them:
+
+- a prefill worker is held to the larger of its windowed TTFT and the TTFT *predicted* for this
+  task (queue + read + compute + return): the window lags, the prediction does not;
+- among the acceptable prefill workers the one with the least predicted TTFT takes it;
+- the home is held to what its running streams will see *while* this prefill is mixed into
+  their steps, and to the TTFT SLO; its prefill runs at the ITL-safe rate, and is predicted so;
+- reading the history costs what the prefill worker lacks of it, less what its queue hides;
+- ties break by (value, worker id).
+
+Predicted times are seconds. The cost is O(workers): plain loops, few objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ampd.core.cost_model import CostModel
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.local_prefill import MIN_CHUNK_TOKENS, TARGET
+from ampd.core.model import (
+    PolicySpec,
+    Route,
+    RouteCandidate,
+    RouteDecision,
+    RouteReason,
+    Slo,
+    WorkerView,
+)
+from ampd.core.policies import ALWAYS_LOCAL, AMPD_PAPER, ROUND_ROBIN, number
+
+MAX_CANDIDATES: Final = 8
+"""Remote candidates a decision keeps, best first: it is stored with every round."""
+MAX_FALLBACKS: Final = 8
+"""Other prefill workers a decision names."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTask:
+    """The numbers of one prefill. `cached_tokens`: by prefill worker, how many leading tokens
+    of the session it holds in its own prefix cache (absent: none)."""
+
+    history_tokens: int
+    increment_tokens: int
+    slo: Slo
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+_MASK: Final = (1 << 64) - 1
+_MULTIPLIER: Final = 6364136223846793005
+_INCREMENT: Final = 1442695040888963407
+"""Knuth's MMIX generator."""
+
+_Remote = tuple[float, str, float, float, float, float, float]
+"""A prefill worker under consideration: (rank, worker id, queue, read, compute, return,
+statistic), seconds but for the id. Tuples sort as they should and cost next to nothing."""
+
+
+def route(
+    task: RouteTask,
+    *,
+    home: WorkerView,
+    prefill_workers: Sequence[WorkerView],
+    policy: PolicySpec,
+    tie_seed: int,
+) -> RouteDecision:
+    """Choose home or one of `prefill_workers` for a task, under a resolved `policy`.
+
+    `tie_seed` (>= 0): a random value, from which the visiting order of the literal policy is
+    drawn, or a counter, by which round robin turns. Draining workers and those whose KV cannot
+    hold the task are left out; without any left the prefill is local, NO_PREFILL_WORKER.
+    """
+    paper = policy.name == AMPD_PAPER
+    literal = paper and bool(policy.settings["literal"])
+    local = _local(task, home, literal=literal)
+    if policy.name == ALWAYS_LOCAL:
+        return _to_home(local, RouteReason.ALWAYS_LOCAL, policy, [], home.age_s)
+    remotes = _remotes(task, home, prefill_workers, literal=literal)
+    age_s = max(home.age_s, max((view.age_s for view in prefill_workers), default=0.0))
+    if not remotes:
+        return _to_home(local, RouteReason.NO_PREFILL_WORKER, policy, [], age_s)
+    if paper:
+        if literal:
+            remotes.sort(key=_worker_id)
+            remotes = _shuffled(remotes, tie_seed)
+        else:
+            remotes.sort()
+        return _paper(task, local, remotes, policy, age_s)
+    if policy.settings["choice"] == ROUND_ROBIN:
+        remotes.sort(key=_worker_id)
+        turn = tie_seed % len(remotes)
+        remotes = remotes[turn:] + remotes[:turn]
+        return _to_prefill(0, RouteReason.ROUND_ROBIN, policy, local, remotes, age_s)
+    remotes.sort(key=lambda remote: (remote[2], remote[1]))
+    return _to_prefill(0, RouteReason.LEAST_LOADED, policy, local, remotes, age_s)
+
+
+def _paper(
+    task: RouteTask,
+    local: RouteCandidate,
+    remotes: list[_Remote],
+    policy: PolicySpec,
+    age_s: float,
+) -> RouteDecision:
+    """Algorithm 1 over prefill workers in visiting order: random (literal), or best first."""
+    limit_s = number(policy, "alpha") * task.slo.ttft_s
+    for index, remote in enumerate(remotes):
+        if remote[6] <= limit_s:
+            reason = RouteReason.PREFILL_WITHIN_TTFT
+            return _to_prefill(index, reason, policy, local, remotes, age_s)
+    itl_kept = local.statistic_s <= number(policy, "beta") * task.slo.itl_s
+    if itl_kept and (policy.settings["literal"] or local.total_s <= task.slo.ttft_s):
+        return _to_home(local, RouteReason.DECODE_WITHIN_ITL, policy, remotes, age_s)
+    cheapest = min(range(len(remotes)), key=lambda index: remotes[index][:2])
+    if (local.total_s, local.worker_id) <= remotes[cheapest][:2]:
+        return _to_home(local, RouteReason.CHEAPEST_LOCAL, policy, remotes, age_s)
+    return _to_prefill(cheapest, RouteReason.CHEAPEST_REMOTE, policy, local, remotes, age_s)
+
+
+def _remotes(
+    task: RouteTask, home: WorkerView, workers: Sequence[WorkerView], *, literal: bool
+) -> list[_Remote]:
+    """The workers that can take the task, ranked by predicted TTFT, with its parts."""
+    history, increment = task.history_tokens, task.increment_tokens
+    return_s = _cost(home).t_kv(increment)
+    remotes = []
+    known_cost: CostModel | None = None
+    compute_s = 0.0
+    for view in workers:
+        info, load = view.info, view.load
+        cost = info.cost
+        if cost is None or load.draining:
+            continue
+        if 0 < info.kv_capacity_tokens < history + increment:
+            continue
+        if cost is not known_cost:  # workers of one kind may share one object
+            known_cost, compute_s = cost, cost.t_pre(history, increment)
+        queue_s = load.queued_prefill_s
+        if literal:
+            read_s = cost.t_kv(history)
+            total_s = compute_s + read_s + return_s + queue_s
+            statistic_s = load.ttft_window_s
+        else:
+            cached = task.cached_tokens.get(info.worker_id, 0)
+            # The read overlaps the computation of what is queued before.
+            read_s = max(0.0, cost.t_kv(max(0, history - cached)) - queue_s)
+            total_s = compute_s + read_s + return_s + queue_s
+            statistic_s = max(load.ttft_window_s, total_s)
+        remotes.append((total_s, info.worker_id, queue_s, read_s, compute_s, return_s, statistic_s))
+    return remotes
+
+
+def _local(task: RouteTask, home: WorkerView, *, literal: bool) -> RouteCandidate:
+    """The home: at the speed of a prefill worker (literal), or at the ITL-safe rate."""
+    cost, load = _cost(home), home.load
+    history, increment = task.history_tokens, task.increment_tokens
+    compute_s = cost.t_pre(history, increment)
+    statistic_s = load.itl_window_s
+    if not literal:
+        batch, context = load.running_rounds, load.running_context_tokens
+        if batch:
+            middle = history + increment // 2
+            limit_s = TARGET * task.slo.itl_s
+            chunk = max(MIN_CHUNK_TOKENS, cost.mixed_chunk(limit_s, middle, batch, context))
+            chunk = min(chunk, increment)
+            steps = -(-increment // chunk)
+            compute_s = max(compute_s, steps * cost.t_mixed(chunk, middle, batch, context))
+            smallest_s = cost.t_mixed(min(MIN_CHUNK_TOKENS, increment), middle, batch, context)
+            statistic_s = max(statistic_s, smallest_s)
+        else:
+            statistic_s = 0.0  # nobody is decoding: nobody can be hurt
+    return RouteCandidate(
+        home.info.worker_id, Route.LOCAL, load.queued_prefill_s, 0.0, compute_s, 0.0, statistic_s
+    )
+
+
+def _to_home(
+    local: RouteCandidate,
+    reason: RouteReason,
+    policy: PolicySpec,
+    remotes: list[_Remote],
+    age_s: float,
+) -> RouteDecision:
+    return RouteDecision(
+        Route.LOCAL,
+        None,
+        reason,
+        policy.name,
+        local.total_s,
+        (local, *map(_candidate, remotes[:MAX_CANDIDATES])),
+        (),
+        age_s,
+    )
+
+
+def _to_prefill(
+    index: int,
+    reason: RouteReason,
+    policy: PolicySpec,
+    local: RouteCandidate,
+    remotes: list[_Remote],
+    age_s: float,
+) -> RouteDecision:
+    """To `remotes[index]`; the others are its fallbacks in their order."""
+    chosen = remotes[index]
+    others = remotes[:index] + remotes[index + 1 :]
+    first = _candidate(chosen)
+    return RouteDecision(
+        Route.REMOTE,
+        first.worker_id,
+        reason,
+        policy.name,
+        first.total_s,
+        (first, local, *map(_candidate, others[: MAX_CANDIDATES - 1])),
+        tuple(other[1] for other in others[:MAX_FALLBACKS]),
+        age_s,
+    )
+
+
+def _candidate(remote: _Remote) -> RouteCandidate:
+    return RouteCandidate(remote[1], Route.REMOTE, *remote[2:])
+
+
+def _worker_id(remote: _Remote) -> str:
+    return remote[1]
+
+
+def _shuffled(remotes: list[_Remote], seed: int) -> list[_Remote]:
+    """A permutation drawn from the seed (Fisher-Yates over a linear congruential generator):
+    the same on every machine, and much cheaper than seeding `random.Random`."""
+    state = (seed * 2 + 1) & _MASK
+    for last in range(len(remotes) - 1, 0, -1):
+        state = (state * _MULTIPLIER + _INCREMENT) & _MASK
+        pick = (state >> 32) % (last + 1)
+        remotes[last], remotes[pick] = remotes[pick], remotes[last]
+    return remotes
+
+
+def _cost(home: WorkerView) -> CostModel:
+    if home.info.cost is None:
+        raise AmpdError(
+            ErrorReason.INTERNAL, f"worker {home.info.worker_id} published no cost model"
+        )
+    return home.info.cost
