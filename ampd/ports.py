@@ -230,7 +230,8 @@ class StateStore(Protocol):
         self, info: WorkerInfo, load: WorkerLoad, lease_s: float
     ) -> PolicySpec | None:
         """Register (first call) and renew a worker; its policy comes back. The entry
-        vanishes `lease_s` after the last heartbeat."""
+        vanishes `lease_s` after the last heartbeat. AmpdError STALE_INCARNATION when a newer
+        incarnation of the worker is registered: this process was replaced."""
         ...
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:
@@ -244,7 +245,8 @@ class StateStore(Protocol):
     async def load_round(self, session_id: str, request_id: str) -> RoundContext: ...
 
     async def create_session(self, record: SessionRecord, request_id: str) -> SessionRecord:
-        """Store a new session; a repeated request_id of the tenant gives the first one back."""
+        """Store a new session; a repeated request_id of the tenant gives the first one back
+        ('': never repeated). AmpdError SESSION_CONFLICT when the session_id is taken."""
         ...
 
     async def get_session(self, session_id: str) -> SessionRecord | None: ...
@@ -254,7 +256,8 @@ class StateStore(Protocol):
     ) -> bool:
         """Replace the session's record if its version is `expected_version`. A record in
         state CLOSED removes the session's tokens and rounds; the record itself stays for a
-        while, so that a repeated close finds it."""
+        while, so that a repeated close finds it. AmpdError INTERNAL when the tokens would
+        leave a hole behind the stored ones."""
         ...
 
     async def list_sessions(self, tenant: str, page_size: int, page_token: str) -> SessionPage:
@@ -262,7 +265,8 @@ class StateStore(Protocol):
         ...
 
     async def read_history(self, session_id: str, start: int, end: int) -> Tokens:
-        """Token ids [start, end): the whole for a rebuild, one for the last token."""
+        """Token ids [start, end): the whole for a rebuild, one for the last token. AmpdError
+        SESSION_NOT_FOUND when not all of them are stored."""
         ...
 
     async def read_rounds(self, session_id: str) -> tuple[RoundRecord, ...]:

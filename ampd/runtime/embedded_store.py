@@ -94,8 +94,9 @@ class EmbeddedStore:
         if process is not None and process.returncode is None:
             process.terminate()
             try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await process.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(STOP_TIMEOUT_S):
+                        await process.wait()
             finally:
                 if process.returncode is None:
                     process.kill()
@@ -120,14 +121,14 @@ class EmbeddedStore:
         """Run the server on `port`. On success `_process` is set, otherwise its log comes back."""
         self._scratch = Path(tempfile.mkdtemp(prefix="ampd-store-"))
         log = self._scratch / "valkey.log"
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), str(_binary()), "-"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
         try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), str(_binary()), "-"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
             await self._configure(process, port, log)
             if await self._wait_until_up(process, port):
                 return ""

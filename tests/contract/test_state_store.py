@@ -6,6 +6,7 @@ import secrets
 from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def store(open_store: Open) -> StateStore:
     return open_store()
 
 
-def worker(worker_id: str = "decode-0", incarnation: int = 1, **fields: object) -> WorkerInfo:
+def worker(worker_id: str = "decode-0", incarnation: int = 1, **fields: Any) -> WorkerInfo:
     info = WorkerInfo(
         worker_id=worker_id,
         role=Role.DECODE,
@@ -94,7 +95,7 @@ def worker(worker_id: str = "decode-0", incarnation: int = 1, **fields: object) 
     return replace(info, **fields)
 
 
-def session(session_id: str = "s-1", tenant: str = "acme", **fields: object) -> SessionRecord:
+def session(session_id: str = "s-1", tenant: str = "acme", **fields: Any) -> SessionRecord:
     record = SessionRecord(
         session_id=session_id,
         tenant=tenant,
@@ -156,7 +157,7 @@ def tokens(*ids: int) -> "array[int]":
     return array("I", ids)
 
 
-def next_version(record: SessionRecord, **fields: object) -> SessionRecord:
+def next_version(record: SessionRecord, **fields: Any) -> SessionRecord:
     return replace(record, version=record.version + 1, **fields)
 
 
