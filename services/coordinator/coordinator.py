@@ -8,6 +8,7 @@ functions of `ampd.core`, given what one read of the shared store told.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -15,27 +16,26 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from ampd.core import binding, lifecycle, routing
+from ampd.core import binding, lifecycle
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
 from ampd.core.lifecycle import RunningRound, SessionRecord
 from ampd.core.model import (
+    Accepted,
     BindDecision,
     Binding,
+    Finished,
     PolicySpec,
     PrefillTarget,
+    Rerouted,
     Role,
-    Accepted,
-    Finished,
     RoundOrder,
     RoundRecord,
-    Rerouted,
-    Route,
     RouteDecision,
-    RouteReason,
     SamplingParams,
     WorkerInfo,
     WorkerView,
 )
+from ampd.core.routing import RouteTask, route
 from ampd.ports import (
     ChatMessage,
     Clock,
@@ -68,7 +68,10 @@ class Identity:
 class _Round:
     """What `run_round` knows of its round while it runs."""
 
-    request: RoundRequest
+    request_id: str
+    """The client's, or one made here."""
+    replayable: bool
+    """Whether the client gave it."""
     created_s: float
     created_unix_s: float
     session: SessionRecord
@@ -80,6 +83,7 @@ class _Round:
     prefill: tuple[WorkerView, ...]
     policy: PolicySpec
     round_index: int
+    deadline_s: float | None = None
     record: RoundRecord | None = None
     output: Tokens = field(default_factory=lambda: array("I"))
     text: list[str] = field(default_factory=list)
@@ -113,9 +117,11 @@ class Coordinator:
         self.running_rounds = 0
 
     async def run_round(
-        self, tenant: str, request: RoundRequest
+        self, tenant: str, request: RoundRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[RoundStreamEvent, None]:
         """RoundPlaced (again when the prefill moves), TokensOut ..., Finished.
+
+        `timeout_s`: what is left of the caller's deadline; it reaches the engine.
 
         Errors are `AmpdError` as spec 7 and 8 say. Closing the generator early, or an error,
         discards the round: the history stays as it was.
@@ -136,6 +142,8 @@ class Coordinator:
                     yield event
                 return
             round_ = await self._advance(session, context, request, created_s)
+            if timeout_s is not None:
+                round_.deadline_s = created_s + timeout_s
             settled = False
             try:
                 async with aclosing(self._execute(round_)) as events:
@@ -170,7 +178,7 @@ class Coordinator:
             raise AmpdError(ErrorReason.NO_DECODE_WORKER, "no live decode worker")
         sampling = request.sampling.resolve(max_model_tokens - keep - len(increment))
         running = RunningRound(
-            request_id=request.request_id,
+            request_id=request.request_id or f"ampd-{uuid.uuid4().hex}",
             coordinator_id=self._identity.worker_id,
             coordinator_incarnation=self._identity.incarnation,
             keep_history_tokens=keep,
@@ -185,7 +193,8 @@ class Coordinator:
             now_unix_s=now_unix_s,
         )
         round_ = _Round(
-            request=request,
+            request_id=running.request_id,
+            replayable=bool(request.request_id),
             created_s=created_s,
             created_unix_s=now_unix_s,
             session=begun,
@@ -203,13 +212,6 @@ class Coordinator:
     async def _tokenise(self, session: SessionRecord, request: RoundRequest, keep: int) -> Tokens:
         """The increment as tokens, once and for good; a long one off the event loop."""
         if request.token_ids is not None:
-            vocab_size = self._tokenizer.vocab_size
-            for index, token_id in enumerate(request.token_ids):
-                if token_id >= vocab_size:
-                    raise invalid_field(
-                        f"increment.token_ids.ids[{index}]",
-                        f"{token_id} is outside the vocabulary of {vocab_size}",
-                    )
             return request.token_ids
         last_token_id = session.last_token_id
         if 0 < keep < session.history_tokens:
@@ -234,7 +236,10 @@ class Coordinator:
                 return ((view, None),)
         prompt_tokens = running.keep_history_tokens + running.increment_tokens
         decisions = binding.bind(
-            decode, prompt_tokens=prompt_tokens, max_tokens=running.max_tokens
+            decode,
+            prompt_tokens=prompt_tokens,
+            max_tokens=running.max_tokens,
+            footprint=binding.resident_footprint(decode),
         )
         by_id = {view.info.worker_id: view for view in decode}
         return tuple((by_id[decision.worker_id], decision) for decision in decisions)
@@ -270,7 +275,7 @@ class Coordinator:
         decision = self._route(round_, home, rebuilt=bind is not None)
         round_.record = RoundRecord(
             round_index=round_.round_index,
-            request_id=round_.request.request_id,
+            request_id=round_.request_id,
             history_tokens=_keep(round_),
             increment_tokens=len(round_.increment),
             history_rebuilt=False,
@@ -297,8 +302,11 @@ class Coordinator:
             order = await self._with_history(order)
         accepted = False
         while True:
+            timeout_s = round_.deadline_s and max(0.0, round_.deadline_s - self._clock())
             try:
-                async with aclosing(self._homes.home(home.info).run_round(order)) as events:
+                async with aclosing(
+                    self._homes.home(home.info).run_round(order, timeout_s)
+                ) as events:
                     async for event in events:
                         match event:
                             case Accepted():
@@ -337,26 +345,27 @@ class Coordinator:
     def _route(self, round_: _Round, home: WorkerView, *, rebuilt: bool) -> RouteDecision:
         """Where to prefill. A session that is new to its home has no history KV there."""
         keep = _keep(round_)
-        return routing.route(
+        task = RouteTask(
             history_tokens=0 if rebuilt else keep,
             increment_tokens=len(round_.increment) + (keep if rebuilt else 0),
-            prefix_tokens=dict(round_.session.prefix_holders),
-            home=home,
-            prefill=round_.prefill,
             slo=round_.session.slo,
+            cached_tokens=dict(round_.session.prefix_holders),
+        )
+        return route(
+            task,
+            home=home,
+            prefill_workers=round_.prefill,
             policy=round_.policy,
             tie_seed=self._tie_seed(),
         )
 
     def _order(self, round_: _Round, home: WorkerView, decision: RouteDecision) -> RoundOrder:
         by_id = {view.info.worker_id: view.info for view in round_.prefill}
-        names = (
-            (decision.prefill_worker, *decision.fallbacks) if decision.prefill_worker else ()
-        )
+        names = (decision.prefill_worker, *decision.fallbacks) if decision.prefill_worker else ()
+        bind = round_.record.bind if round_.record else None
         return RoundOrder(
-            incarnation=home.info.incarnation,
             session_id=round_.session.session_id,
-            request_id=round_.request.request_id,
+            request_id=round_.request_id,
             round_index=round_.round_index,
             keep_history_tokens=_keep(round_),
             increment=round_.increment,
@@ -369,9 +378,7 @@ class Coordinator:
                 for name in names[: self._limits.max_prefill_attempts]
             ),
             reason=decision.reason,
-            footprint_tokens=binding.footprint_tokens(
-                _keep(round_) + len(round_.increment), round_.sampling.max_tokens
-            ),
+            footprint_tokens=bind.footprint_tokens if bind else 0,
         )
 
     async def _with_history(self, order: RoundOrder) -> RoundOrder:
@@ -407,15 +414,13 @@ class Coordinator:
             prefilled_by=record.prefill_worker,
             now_unix_s=self._wall_clock(),
         )
-        outcome = RoundOutcome(
-            _placed(record), list(round_.output), "".join(round_.text), finished
-        )
+        outcome = RoundOutcome(_placed(record), list(round_.output), "".join(round_.text), finished)
         writes = SessionWrites(
             tokens_offset=_keep(round_),
             tokens=tokens,
             round=record,
-            replay_request_id=round_.request.request_id,
-            replay=encode_outcome(outcome) if round_.request.request_id else None,
+            replay_request_id=round_.request_id if round_.replayable else "",
+            replay=encode_outcome(outcome) if round_.replayable else None,
         )
         if not await self._store.compare_and_set(settled, round_.session.version, writes):
             raise conflict(round_.session.session_id)

@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 
 from ampd.core import lifecycle, policies
-from ampd.core.errors import AmpdError, ErrorReason, invalid_field
+from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import SessionRecord
 from ampd.core.model import Binding, PolicySpec, Role, RoundRecord, Slo, WorkerView
 from ampd.ports import Clock, Homes, SessionPage, StateStore
@@ -29,21 +29,19 @@ class Sessions:
     ) -> None:
         self._store = store
         self._homes = homes
-        self._model = model
+        self.model = model
         self._wall_clock = wall_clock
         self.default_slo = default_slo
 
     async def create(
-        self, tenant: str, *, request_id: str, model: str, slo: Slo, labels: dict[str, str]
+        self, tenant: str, *, request_id: str, slo: Slo, labels: dict[str, str]
     ) -> SessionRecord:
-        """A new session, or the one that this request_id made before. INVALID_FIELD: `model`."""
-        if model not in ("", self._model):
-            raise invalid_field("model", f"this cluster serves {self._model!r}")
+        """A new session, or the one that this request_id made before."""
         now_unix_s = self._wall_clock()
         record = SessionRecord(
             session_id=uuid.uuid4().hex,
             tenant=tenant,
-            model=self._model,
+            model=self.model,
             slo=slo,
             created_unix_s=now_unix_s,
             last_used_unix_s=now_unix_s,
@@ -69,9 +67,7 @@ class Sessions:
             if record is not None and record.tenant == tenant and _closed_by(record, request_id):
                 return record
             record = own_session(record, tenant, session_id)
-            closed = lifecycle.close(
-                record, request_id=request_id, now_unix_s=self._wall_clock()
-            )
+            closed = lifecycle.close(record, request_id=request_id, now_unix_s=self._wall_clock())
             if await self._store.compare_and_set(closed, record.version):
                 await self._free(record)
                 return closed
@@ -86,9 +82,7 @@ class Sessions:
                     await self._homes.home(view.info).release(record.session_id)
                 except AmpdError as error:
                     # Closed is closed: a home that cannot be told drops it as idle.
-                    log.warning(
-                        "release_failed", session=record.session_id, reason=error.reason
-                    )
+                    log.warning("release_failed", session=record.session_id, reason=error.reason)
 
 
 class Admin:
@@ -105,12 +99,12 @@ class Admin:
 
     async def get_policy(self) -> PolicySpec:
         """The policy in force, every setting with its value."""
-        return policies.complete(await self._store.get_policy() or self._default_policy)
+        return policies.resolve(await self._store.get_policy() or self._default_policy)
 
     async def set_policy(self, policy: PolicySpec, expected_version: int | None) -> PolicySpec:
         """Replace the policy. INVALID_FIELD: name or a setting; POLICY_CONFLICT: another version
         is in force. Setting the policy that is in force changes nothing."""
-        wanted = policies.complete(policy)
+        wanted = policies.resolve(policy)
         current = await self.get_policy()
         if expected_version is not None and expected_version != current.version:
             raise _policy_conflict(current.version)

@@ -17,20 +17,22 @@ import structlog
 from ampd.core import slo as slo_core
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.kv_ledger import KvLedger
+from ampd.core.kv_ledger import KvLedger, RoundDemand
 from ampd.core.model import (
-    KvHandle,
-    PrefillStats,
     Accepted,
-    RoundEvent,
     Finished,
-    RoundOrder,
+    KvHandle,
+    PolicySpec,
+    PrefillStats,
     Rerouted,
+    RoundEvent,
+    RoundOrder,
     RoundTimings,
     RoundUsage,
     WorkerLoad,
 )
-from ampd.core.window import Window
+from ampd.core.policies import number
+from ampd.core.window import MeanWindow
 from ampd.ports import (
     Clock,
     Engine,
@@ -105,7 +107,7 @@ class Home:
             capacity_tokens=engine.info.kv_capacity_tokens, block_tokens=engine.info.block_tokens
         )
         self._pins_to_release: list[KvHandle] = []
-        self._itl = Window(window_s=limits.window_s)
+        self._itl = MeanWindow()
         self.draining = False
 
     # --- one round -------------------------------------------------------------------------
@@ -158,22 +160,21 @@ class Home:
         if session.round is not None:
             raise AmpdError(ErrorReason.ROUND_RUNNING, f"{order.session_id} has a running round")
         prompt = session.tokens[: order.keep_history_tokens] + order.increment
-        admitted = self._ledger.admit(
-            order.session_id,
-            prompt_tokens=len(prompt),
+        demand = RoundDemand(
+            session_id=order.session_id,
+            history_tokens=order.keep_history_tokens,
+            increment_tokens=len(order.increment),
             max_tokens=order.sampling.max_tokens,
             footprint_tokens=order.footprint_tokens,
         )
-        for session_id in admitted:
-            self._evict(self._sessions[session_id])
-        stale = self._sessions.get(order.session_id)
-        if stale is not None and stale is not session:
-            self._unpin(stale)
+        now_s = self._clock()
+        for evicted in self._ledger.admit(demand, now_s):
+            self._unpin(self._sessions[evicted])
         self._sessions[order.session_id] = session
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a generator's step always runs in a task
-        session.last_used_s = self._clock()
-        session.round = RunningRound(order, task, prompt, started_s=session.last_used_s)
+        session.last_used_s = now_s
+        session.round = RunningRound(order, task, prompt, started_s=now_s)
         return session, session.round
 
     def _resident(self, order: RoundOrder) -> ResidentSession:
@@ -191,7 +192,9 @@ class Home:
                 ErrorReason.HISTORY_NOT_RESIDENT,
                 f"session {order.session_id} is not resident at {self._worker_id}",
             )
-        if session is None and len(self._sessions) >= self._limits.max_sessions:
+        if session is not None:
+            self._drop(session)
+        elif len(self._sessions) >= self._limits.max_sessions:
             self._make_room_for_a_session()
         return ResidentSession(
             session_id=order.session_id,
@@ -253,7 +256,11 @@ class Home:
         session.round = None
         session.last_used_s = self._clock()
         old, session.kv = session.kv, done.kv
-        self._ledger.settle(session.session_id, tokens=len(session.tokens))
+        self._ledger.settle(
+            session.session_id,
+            history_tokens=len(session.tokens),
+            lease_end_s=session.last_used_s + self._limits.kv_lease_s,
+        )
         if old is not None:
             await self._engine.release(old)
         timings = self._timings(round_, stats)
@@ -262,7 +269,7 @@ class Home:
             stop_reason=done.stop_reason,
             usage=_usage(round_, stats, done),
             timings=timings,
-            attained=slo_core.attains(timings, round_.order.slo),
+            attained=slo_core.round_attains(round_.order.slo, timings),
             history_tokens=len(session.tokens),
         )
 
@@ -272,9 +279,9 @@ class Home:
         last_s = round_.last_token_s if round_.last_token_s is not None else created_s
         common = RoundTimings(
             ttft_s=first_s - created_s,
-            itl_mean_s=slo_core.mean(round_.gaps_s),
-            itl_p95_s=slo_core.p95(round_.gaps_s),
-            itl_max_s=max(round_.gaps_s, default=0.0),
+            itl_mean_s=slo_core.mean_s(round_.gaps_s),
+            itl_p95_s=slo_core.p95_s(round_.gaps_s),
+            itl_max_s=slo_core.max_s(round_.gaps_s),
             total_s=last_s - created_s,
         )
         if round_.computed is None:
@@ -320,23 +327,12 @@ class Home:
             await self._release_pins()
 
     async def sweep(self) -> None:
-        """Let go of what nobody has used for long: the KV first, the session later."""
+        """Forget the sessions that nobody has used for long: the store has their tokens."""
         now_s = self._clock()
         for session in tuple(self._sessions.values()):
-            idle_s = now_s - session.last_used_s
-            if session.round is not None:
-                continue
-            if idle_s > self._limits.session_ttl_s:
+            if session.round is None and now_s - session.last_used_s > self._limits.session_ttl_s:
                 self._drop(session)
-            elif idle_s > self._limits.kv_lease_s and session.kv is not None:
-                self._evict(session)
         await self._release_pins()
-
-    def _evict(self, session: ResidentSession) -> None:
-        """Drop a paused session's KV; its tokens stay, its next round rebuilds the KV."""
-        self._ledger.unpin(session.session_id)
-        self._unpin(session)
-        log.info("session_evicted", session=session.session_id, tokens=len(session.tokens))
 
     def _drop(self, session: ResidentSession) -> None:
         del self._sessions[session.session_id]
@@ -364,6 +360,10 @@ class Home:
         while self._pins_to_release:
             await self._engine.release(self._pins_to_release.pop())
 
+    def apply_policy(self, policy: PolicySpec) -> None:
+        """The policy in force from now on: its window is this worker's."""
+        self._itl.window_s = number(policy, "window_s")
+
     # --- load --------------------------------------------------------------------------------
 
     def load(self) -> WorkerLoad:
@@ -377,11 +377,10 @@ class Home:
             draining=self.draining,
             queued_tasks=len(local),
             queued_prefill_s=sum(
-                self._cost.t_pre(r.order.keep_history_tokens, len(r.order.increment))
-                for r in local
+                self._cost.t_pre(r.order.keep_history_tokens, len(r.order.increment)) for r in local
             ),
             oldest_wait_s=max((now_s - r.started_s for r in local), default=0.0),
-            itl_window_s=self._itl.value(now_s, waits_s),
+            itl_window_s=self._itl.statistic(now_s, waits_s),
             running_rounds=len(decoding),
             running_context_tokens=sum(len(r.prompt) + len(r.output) for r in decoding),
             sessions=len(self._sessions),

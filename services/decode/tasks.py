@@ -147,9 +147,7 @@ class PrefillTasks:
             if offered.done.done():
                 return offered.done.result()
             silent = "is gone" if watch.done() else "did not answer in time"
-            raise AmpdError(
-                ErrorReason.WORKER_UNAVAILABLE, f"{offered.target.worker_id} {silent}"
-            )
+            raise AmpdError(ErrorReason.WORKER_UNAVAILABLE, f"{offered.target.worker_id} {silent}")
         finally:
             for future in (watch, claim, offered.done):
                 future.cancel()
