@@ -56,8 +56,14 @@ _TRANSPORT_REASONS: Final[Mapping[grpc.StatusCode, ErrorReason]] = {
     # The other side cut the call: its process stopped in the middle of it.
     grpc.StatusCode.CANCELLED: ErrorReason.WORKER_UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorReason.DEADLINE,
+    # The server's limit on concurrent calls.
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorReason.QUEUE_FULL,
 }
 """What a failed call without AMPD's details means; anything else is INTERNAL."""
+
+
+_TOO_LARGE: Final = "larger than max"
+"""In gRPC's words for a message over its size limit, which shares a code with a full server."""
 
 
 def status_code(error: AmpdError) -> grpc.StatusCode:
@@ -144,9 +150,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> AmpdError:
                 break
             if told is not None:
                 return told
-    code = error.code()
+    code, details = error.code(), error.details() or "no details"
     reason = _TRANSPORT_REASONS.get(code, ErrorReason.INTERNAL)
-    return AmpdError(reason, f"{code.name}: {error.details() or 'no details'}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in details:
+        reason = ErrorReason.INVALID_FIELD
+    return AmpdError(reason, f"{code.name}: {details}")
 
 
 def _pack(

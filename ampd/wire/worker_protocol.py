@@ -8,13 +8,30 @@ from __future__ import annotations
 
 from typing import Final
 
-from ampd.core.errors import invalid_field
+from ampd.core.errors import AmpdError, ErrorReason, invalid_field
 from ampd.core.model import KvHandle, PrefillStats, PrefillTask
 from ampd.ports import ClaimedTask, PrefillReport
 from ampd.wire import names, session, times, tokens
 from ampd.worker.v1 import decode_service_pb2, kv_pb2, task_pb2
 
 MAX_KV_PAYLOAD_BYTES: Final = 1024 * 1024
+MAX_FAILURE_CHARS: Final = 1024
+"""Of what a prefill worker tells about a failure, for the log."""
+
+
+def life_name(incarnation: int) -> str:
+    """The health service name that only this life of a worker serves: watching it notices a
+    restarted worker as well as a dead one."""
+    return f"life/{incarnation}"
+
+
+def require_incarnation(asked: int, own: int) -> None:
+    """AmpdError STALE_INCARNATION for a call that was meant for another life of this worker."""
+    if asked != own:
+        raise AmpdError(
+            ErrorReason.STALE_INCARNATION,
+            f"meant for incarnation {asked} of this worker, which is {own} now",
+        )
 
 
 def task_to_proto(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
 import grpc
 
 from ampd.ports import Clock, PrefillHandler

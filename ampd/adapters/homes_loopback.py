@@ -1,0 +1,65 @@
+"""Homes inside one process: the coordinator's twin of `ampd.adapters.peers_loopback`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from ampd.adapters.peers_loopback import LoopbackNetwork
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.model import RoundEvent, RoundOrder, WorkerInfo
+
+
+class LoopbackHomes:
+    """`ampd.ports.Homes` over a loopback network."""
+
+    def __init__(self, network: LoopbackNetwork) -> None:
+        self._network = network
+
+    def home(self, info: WorkerInfo) -> LoopbackHomePeer:
+        """That life of a decode worker."""
+        return LoopbackHomePeer(self._network, info.address, info.incarnation)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class LoopbackHomePeer:
+    """`ampd.ports.HomePeer` over a loopback network."""
+
+    def __init__(self, network: LoopbackNetwork, address: str, incarnation: int) -> None:
+        self._network = network
+        self._address = address
+        self._incarnation = incarnation
+
+    async def run_round(
+        self, order: RoundOrder, timeout_s: float | None
+    ) -> AsyncGenerator[RoundEvent, None]:
+        """The round's events; errors as the port says."""
+        worker, handler = self._network.decode(self._address, self._incarnation)
+        loop = asyncio.get_running_loop()
+        deadline_s = None if timeout_s is None else loop.time() + timeout_s
+        async with aclosing(handler.run_round(order)) as events:
+            while True:
+                # The scopes end before each yield: they bound the home, never the consumer.
+                if worker.gone.is_set():
+                    raise AmpdError(ErrorReason.WORKER_UNAVAILABLE, "lost in mid-round")
+                try:
+                    async with asyncio.timeout_at(deadline_s) as deadline, worker.call():
+                        event = await anext(events, None)
+                except TimeoutError:
+                    if not deadline.expired():
+                        raise
+                    raise AmpdError(
+                        ErrorReason.DEADLINE, f"the round took longer than {timeout_s} s"
+                    ) from None
+                if event is None:
+                    return
+                yield event
+
+    async def release(self, session_id: str) -> None:
+        """Free the session there."""
+        worker, handler = self._network.decode(self._address, self._incarnation)
+        async with worker.call():
+            await handler.release(session_id)
