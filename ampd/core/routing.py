@@ -51,10 +51,7 @@ class RouteTask:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
-_MASK: Final = (1 << 64) - 1
-_MULTIPLIER: Final = 6364136223846793005
-_INCREMENT: Final = 1442695040888963407
-"""Knuth's MMIX generator."""
+_MASK_64: Final = (1 << 64) - 1
 
 _Remote = tuple[float, str, float, float, float, float, float]
 """A prefill worker under consideration: (rank, worker id, queue, read, compute, return,
@@ -231,12 +228,14 @@ def _worker_id(remote: _Remote) -> str:
 
 
 def _shuffled(remotes: list[_Remote], seed: int) -> list[_Remote]:
-    """A permutation drawn from the seed (Fisher-Yates over a linear congruential generator):
-    the same on every machine, and much cheaper than seeding `random.Random`."""
-    state = (seed * 2 + 1) & _MASK
+    """A permutation drawn from the seed by Fisher and Yates, their random numbers being the
+    SplitMix64 sequence: the same everywhere, and much cheaper than seeding `random.Random`."""
+    state = seed
     for last in range(len(remotes) - 1, 0, -1):
-        state = (state * _MULTIPLIER + _INCREMENT) & _MASK
-        pick = (state >> 32) % (last + 1)
+        state = (state + 0x9E3779B97F4A7C15) & _MASK_64
+        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
+        pick = (mixed ^ (mixed >> 31)) % (last + 1)
         remotes[last], remotes[pick] = remotes[pick], remotes[last]
     return remotes
 

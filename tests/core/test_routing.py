@@ -1,0 +1,332 @@
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.model import (
+    PolicySpec,
+    Role,
+    Route,
+    RouteDecision,
+    RouteReason,
+    Slo,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerView,
+)
+from ampd.core.policies import SettingValue, resolve
+from ampd.core.routing import MAX_CANDIDATES, MAX_FALLBACKS, RouteTask, route
+
+SLO = Slo(ttft_s=3.0, itl_s=0.05)
+COST = CostModel(
+    prefill=PrefillCost(base_s=0.02, token_s=1e-4),
+    decode=DecodeCost(base_s=0.01),
+    mixed=MixedCost(base_s=0.01, token_s=1e-4, sequence_s=1e-3),
+    kv=KvCost(base_s=1e-3, token_s=1e-5),
+)
+
+
+def worker(
+    name: str, role: Role = Role.PREFILL, cost: CostModel | None = COST, **load: float
+) -> WorkerView:
+    info = WorkerInfo(worker_id=name, role=role, incarnation=1, address="", host="", cost=cost)
+    return WorkerView(info, WorkerLoad(**load), age_s=0.1)  # type: ignore[arg-type]
+
+
+def home(**load: float) -> WorkerView:
+    return worker("d0", Role.DECODE, COST, **load)
+
+
+def decide(
+    *workers: WorkerView,
+    at: WorkerView | None = None,
+    history: int = 10_000,
+    increment: int = 1_000,
+    cached: dict[str, int] | None = None,
+    policy: str = "ampd-paper",
+    seed: int = 0,
+    **settings: SettingValue,
+) -> RouteDecision:
+    return route(
+        RouteTask(history, increment, SLO, cached or {}),
+        home=at or home(),
+        prefill_workers=workers,
+        policy=resolve(PolicySpec(policy, settings)),
+        tie_seed=seed,
+    )
+
+
+# --- predictions ---------------------------------------------------------------------------
+
+
+def test_predicted_times_have_their_parts() -> None:
+    decision = decide(worker("p0", queued_prefill_s=0.05))
+    chosen = decision.candidates[0]
+    assert (chosen.worker_id, chosen.route) == ("p0", Route.REMOTE)
+    assert chosen.queue_s == 0.05
+    assert chosen.read_s == pytest.approx(0.001 + 0.1 - 0.05)  # the queue hides 50 ms of it
+    assert chosen.compute_s == pytest.approx(0.12)
+    assert chosen.return_s == pytest.approx(0.011)
+    assert decision.predicted_ttft_s == chosen.total_s == chosen.statistic_s
+    assert decision.state_age_s == 0.1
+    local = decision.candidates[1]
+    assert (local.worker_id, local.route, local.read_s, local.return_s) == (
+        "d0",
+        Route.LOCAL,
+        0.0,
+        0.0,
+    )
+
+
+def test_literal_predictions_are_the_papers() -> None:
+    decision = decide(worker("p0", queued_prefill_s=0.05), cached={"p0": 10_000}, literal=True)
+    assert decision.predicted_ttft_s == pytest.approx(0.12 + 0.101 + 0.011 + 0.05)
+
+
+def test_local_is_predicted_at_the_itl_safe_rate() -> None:
+    at = home(running_rounds=20, running_context_tokens=20_000)
+    local = decide(worker("p0"), at=at).candidates[1]
+    # 0.97 x 50 ms less 30 ms for the batch: 185 tokens a step, 6 steps.
+    assert local.compute_s == pytest.approx(6 * (0.03 + 185e-4))
+
+
+# --- the paper's steps -----------------------------------------------------------------------
+
+
+def test_step_1_takes_an_acceptable_prefill_worker() -> None:
+    decision = decide(worker("p0"))
+    assert (decision.route, decision.prefill_worker) == (Route.REMOTE, "p0")
+    assert decision.reason is RouteReason.PREFILL_WITHIN_TTFT
+
+
+@pytest.mark.parametrize("literal", [True, False])
+def test_step_2_goes_home_within_the_itl(literal: bool) -> None:
+    late = worker("p0", ttft_window_s=2.71)
+    decision = decide(late, at=home(itl_window_s=0.0425, running_rounds=1), literal=literal)
+    assert decision.route is Route.LOCAL
+    assert decision.reason is RouteReason.DECODE_WITHIN_ITL
+
+
+@pytest.mark.parametrize("literal", [True, False])
+def test_step_3_takes_the_cheapest(literal: bool) -> None:
+    at = home(itl_window_s=0.043, running_rounds=1, queued_prefill_s=9.0)
+    workers = [
+        worker(f"p{i}", ttft_window_s=5.0, queued_prefill_s=queue_s)
+        for i, queue_s in enumerate((8.0, 4.0, 6.0))
+    ]
+    decision = decide(*workers, at=at, literal=literal)
+    assert (decision.prefill_worker, decision.reason) == ("p1", RouteReason.CHEAPEST_REMOTE)
+    at = replace(at, load=replace(at.load, queued_prefill_s=0.0))
+    decision = decide(*workers, at=at, literal=literal)
+    assert (decision.route, decision.reason) == (Route.LOCAL, RouteReason.CHEAPEST_LOCAL)
+
+
+def test_thresholds_are_settings() -> None:
+    slow = worker("p0", ttft_window_s=2.0)
+    assert decide(slow).route is Route.REMOTE
+    assert decide(slow, alpha=0.5).route is Route.LOCAL
+    at = home(itl_window_s=0.04, running_rounds=1)
+    assert decide(slow, at=at, alpha=0.5).reason is RouteReason.DECODE_WITHIN_ITL
+    assert decide(slow, at=at, alpha=0.5, beta=0.7).reason is not RouteReason.DECODE_WITHIN_ITL
+
+
+# --- the traps of spec 4 ---------------------------------------------------------------------
+
+
+def test_trap_a_window_lags_and_the_prediction_does_not() -> None:
+    """The window still looks perfect, the queue is 10 s long."""
+    flooded = worker("p0", ttft_window_s=0.1, queued_prefill_s=10.0)
+    assert decide(flooded).route is Route.LOCAL
+    assert decide(flooded, literal=True).prefill_worker == "p0"
+
+
+def test_trap_an_empty_window_is_not_idle() -> None:
+    """What waits is in the published window (see window.py): the worker is not taken."""
+    stuck = worker("p0", ttft_window_s=20.0, oldest_wait_s=20.0)
+    assert decide(stuck, worker("p1")).prefill_worker == "p1"
+
+
+def test_trap_the_least_loaded_of_the_acceptable_takes_it() -> None:
+    workers = [
+        worker(f"p{i}", queued_prefill_s=queue_s) for i, queue_s in enumerate((1.5, 0.5, 1.0))
+    ]
+    decisions = [decide(*workers, seed=seed) for seed in range(20)]
+    assert {decision.prefill_worker for decision in decisions} == {"p1"}
+    assert decisions[0].fallbacks == ("p2", "p0")
+    literal = {decide(*workers, seed=s, literal=True).prefill_worker for s in range(20)}
+    assert literal == {"p0", "p1", "p2"}
+
+
+def test_trap_the_itl_gate_looks_at_what_the_prefill_will_do() -> None:
+    """The past is fine, but with this batch any chunk breaks the ITL of every stream."""
+    late = worker("p0", queued_prefill_s=2.9)
+    crowded = home(itl_window_s=0.03, running_rounds=38, running_context_tokens=38_000)
+    assert decide(late, at=crowded).reason is not RouteReason.DECODE_WITHIN_ITL
+    calm = home(itl_window_s=0.03, running_rounds=8, running_context_tokens=8_000)
+    assert decide(late, at=calm).reason is RouteReason.DECODE_WITHIN_ITL
+
+
+def test_trap_a_slow_past_does_not_close_a_home_where_nobody_decodes() -> None:
+    late = worker("p0", queued_prefill_s=2.9)
+    assert decide(late, at=home(itl_window_s=0.4)).reason is RouteReason.DECODE_WITHIN_ITL
+
+
+def test_trap_home_must_be_in_time_too() -> None:
+    late = worker("p0", queued_prefill_s=4.0)
+    backlog = home(queued_prefill_s=6.0)
+    assert decide(late, at=backlog).reason is RouteReason.CHEAPEST_REMOTE
+    assert decide(late, at=backlog, literal=True, alpha=0.0).route is Route.REMOTE
+
+
+def test_trap_history_read_counts_only_what_the_prefill_worker_lacks() -> None:
+    both = (worker("p0"), worker("p1"))
+    decision = decide(*both, history=200_000, cached={"p1": 200_000})
+    assert decision.prefill_worker == "p1"
+    assert decision.candidates[0].read_s == 0.0
+    # A cached prefix longer than the kept history (a rewind) is not a negative read.
+    assert decide(*both, history=100, cached={"p1": 5_000}).candidates[0].read_s == 0.0
+
+
+@given(st.permutations(["p0", "p1", "p2", "p3"]))
+def test_trap_ties_break_by_id_whatever_the_order(names: list[str]) -> None:
+    for policy in ("ampd-paper", "always-remote"):
+        decision = decide(*map(worker, names), policy=policy)
+        assert decision.prefill_worker == "p0"
+        assert decision.fallbacks == ("p1", "p2", "p3")
+
+
+def test_a_tie_with_home_breaks_by_id() -> None:
+    free = replace(COST, kv=KvCost())
+    at = worker("m", Role.DECODE, free, itl_window_s=1.0, running_rounds=1)
+    at = replace(at, info=replace(at.info, cost=replace(free, mixed=MixedCost())))
+    assert decide(worker("a", cost=free), at=at, alpha=0.0, beta=0.0).prefill_worker == "a"
+    assert decide(worker("z", cost=free), at=at, alpha=0.0, beta=0.0).route is Route.LOCAL
+
+
+# --- who is considered -----------------------------------------------------------------------
+
+
+def test_draining_and_small_workers_are_left_out() -> None:
+    small = worker("small")
+    small = replace(small, info=replace(small.info, kv_capacity_tokens=10_999))
+    draining = worker("draining")
+    draining = replace(draining, load=replace(draining.load, draining=True))
+    costless = worker("costless", cost=None)
+    others = (small, draining, costless)
+    for policy in ("ampd-paper", "always-remote"):
+        assert decide(*others, worker("p9"), policy=policy).prefill_worker == "p9"
+        decision = decide(*others, policy=policy)
+        assert (decision.route, decision.reason) == (
+            Route.LOCAL,
+            RouteReason.NO_PREFILL_WORKER,
+        )
+        assert decide(policy=policy).reason is RouteReason.NO_PREFILL_WORKER
+
+
+def test_a_home_without_a_cost_model_is_a_defect() -> None:
+    with pytest.raises(AmpdError) as caught:
+        decide(worker("p0"), at=worker("d0", Role.DECODE, None))
+    assert caught.value.reason is ErrorReason.INTERNAL
+
+
+def test_a_decision_is_bounded() -> None:
+    workers = [worker(f"p{i:03}") for i in range(256)]
+    for literal in (True, False):
+        decision = decide(*workers, literal=literal)
+        assert len(decision.candidates) == MAX_CANDIDATES + 1
+        assert len(decision.fallbacks) == MAX_FALLBACKS
+        assert decision.candidates[0].worker_id == decision.prefill_worker
+        assert decision.prefill_worker not in decision.fallbacks
+
+
+# --- other policies --------------------------------------------------------------------------
+
+
+def test_always_local() -> None:
+    decision = decide(worker("p0"), policy="always-local")
+    assert (decision.route, decision.reason) == (Route.LOCAL, RouteReason.ALWAYS_LOCAL)
+    assert decision.prefill_worker is None
+    assert decision.fallbacks == ()
+
+
+def test_always_remote_least_loaded_even_when_hopeless() -> None:
+    decision = decide(
+        worker("p0", queued_prefill_s=90.0),
+        worker("p1", queued_prefill_s=50.0),
+        policy="always-remote",
+    )
+    assert (decision.prefill_worker, decision.reason) == ("p1", RouteReason.LEAST_LOADED)
+    assert decision.fallbacks == ("p0",)
+
+
+def test_always_remote_obeys_for_a_tiny_increment() -> None:
+    """Case increment-shorter-than-a-block."""
+    tiny = decide(worker("p0"), increment=3, policy="always-remote")
+    assert tiny.route is Route.REMOTE
+    assert decide(worker("p0"), increment=3, policy="always-local").route is Route.LOCAL
+
+
+def test_round_robin_turns_by_the_counter() -> None:
+    workers = [worker(f"p{i}", queued_prefill_s=float(i)) for i in (2, 0, 1)]
+    turns = [
+        decide(*workers, policy="always-remote", choice="round-robin", seed=seed)
+        for seed in range(4)
+    ]
+    assert [turn.prefill_worker for turn in turns] == ["p0", "p1", "p2", "p0"]
+    assert turns[1].fallbacks == ("p2", "p0")
+    assert turns[0].reason is RouteReason.ROUND_ROBIN
+
+
+def test_literal_order_is_uniform_and_a_function_of_the_seed() -> None:
+    workers = [worker(f"p{i}") for i in range(5)]
+    picked = [decide(*workers, literal=True, seed=seed).prefill_worker for seed in range(5000)]
+    assert picked[:50] == [
+        decide(*reversed(workers), literal=True, seed=seed).prefill_worker for seed in range(50)
+    ]
+    assert all(900 < count < 1100 for count in Counter(picked).values())
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 20.0), st.integers(0, 50_000)),
+        max_size=6,
+    ),
+    st.integers(0, 100_000),
+    st.integers(1, 50_000),
+    st.integers(0, 200),
+    st.sampled_from(["ampd-paper", "always-remote", "always-local"]),
+    st.integers(0, 2**64),
+)
+def test_any_decision_is_whole(
+    loads: list[tuple[float, float, int]],
+    history: int,
+    increment: int,
+    running: int,
+    policy: str,
+    seed: int,
+) -> None:
+    workers = [
+        worker(f"p{i}", queued_prefill_s=queue_s, ttft_window_s=window_s)
+        for i, (queue_s, window_s, _) in enumerate(loads)
+    ]
+    cached = {f"p{i}": tokens for i, (_, _, tokens) in enumerate(loads)}
+    decision = decide(
+        *workers,
+        at=home(running_rounds=running, running_context_tokens=running * 1000),
+        history=history,
+        increment=increment,
+        cached=cached,
+        policy=policy,
+        seed=seed,
+    )
+    chosen = decision.candidates[0]
+    assert chosen.route is decision.route
+    assert chosen.total_s == decision.predicted_ttft_s >= 0
+    assert (decision.prefill_worker is None) == (decision.route is Route.LOCAL)
+    ids = [candidate.worker_id for candidate in decision.candidates]
+    assert len(ids) == len(set(ids))
+    assert decision.prefill_worker not in decision.fallbacks
