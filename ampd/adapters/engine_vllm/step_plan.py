@@ -1,0 +1,65 @@
+"""Who prefills in a step (see `scheduler.py`): a pure function over the candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ampd.core.local_prefill import MIN_CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A request whose prompt is not computed, and whose KV pull (if any) is over."""
+
+    request_id: str
+    order: int
+    left_tokens: int
+    """Prompt tokens to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    admitted: frozenset[str]
+    """Waiting requests that may compute in this step."""
+    held: frozenset[str]
+    """Running prefills that get nothing in this step."""
+    prefill_tokens: int
+    """Prompt tokens of the step, all requests together."""
+    cap_tokens: int
+    """At most this many of one request."""
+
+
+def plan_step(
+    running: Sequence[Prefill],
+    ready: Sequence[Prefill],
+    *,
+    entrant_tokens: int,
+    chunk_tokens: Callable[[Prefill], int],
+) -> StepPlan:
+    """Entrants (at most `entrant_tokens` left to compute) all go, and of the others the first
+    by order: it gets `chunk_tokens(it)`, less what the entrants take; 0 of it holds it.
+
+    A prefill that has begun goes before one that waits. With `entrant_tokens` 0 there are no
+    entrants: strictly one prefill at a time.
+    """
+    entrants = [p for p in ready if p.left_tokens <= entrant_tokens]
+    ending = [p for p in running if p.left_tokens <= entrant_tokens]
+    entrant_sum = sum(p.left_tokens for p in (*entrants, *ending))
+    admitted = {p.request_id for p in entrants}
+    long_running = sorted(
+        (p for p in running if p.left_tokens > entrant_tokens), key=lambda p: p.order
+    )
+    long_ready = [p for p in ready if p.left_tokens > entrant_tokens]
+    head = next(iter(long_running), None) or min(long_ready, key=lambda p: p.order, default=None)
+    chunk = 0
+    if head is not None:
+        chunk = min(chunk_tokens(head), head.left_tokens)
+        # The entrants' tokens are part of the step's time.
+        chunk = max(chunk - entrant_sum, min(chunk, MIN_CHUNK_TOKENS))
+        if chunk and not long_running:
+            admitted.add(head.request_id)
+    held = {p.request_id for p in (long_running[1:] if chunk else long_running)}
+    return StepPlan(
+        frozenset(admitted), frozenset(held), chunk + entrant_sum, max(chunk, entrant_tokens, 1)
+    )
