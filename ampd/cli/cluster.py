@@ -51,6 +51,8 @@ class ClusterSpec:
     """What to start. `model` is a folder (see `ampd.models.prepare`)."""
 
     model: Path
+    model_name: str = ""
+    """What clients see; empty: the folder's name."""
     prefill: int = 1
     decode: int = 1
     coordinators: int = 1
@@ -139,16 +141,6 @@ class LocalCluster:
     ) -> None:
         self.progress("stopping the cluster")
         await self._stack.aclose()
-
-    async def wait_for_exit(self) -> ServiceProcess:
-        """Returns the first service that ends by itself."""
-        waiting = {asyncio.ensure_future(s.process.wait()): s for s in self.services}
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            return waiting[next(iter(done))]
-        finally:
-            for future in waiting:
-                future.cancel()
 
     # --- starting -------------------------------------------------------------------------
 
@@ -256,6 +248,7 @@ def _launches(spec: ClusterSpec, run_dir: Path) -> list[_Launch]:
             {
                 "listen": address,
                 "model": spec.model,
+                "model-name": spec.model_name or None,
                 "worker-id": name,
                 "policy": spec.policy,
                 "ttft-slo-s": spec.ttft_slo_s,
