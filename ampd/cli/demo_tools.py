@@ -9,6 +9,7 @@ import ast
 import math
 import operator
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,9 @@ def calculate(expression: str) -> str:
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ToolError(f"longer than {MAX_EXPRESSION_CHARS} characters")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the parser thinks of bad style
+            tree = ast.parse(expression.strip(), mode="eval")
         value = _value(tree.body)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ToolError(f"not an arithmetic expression: {expression!r}") from None
