@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -76,6 +77,10 @@ Safe: every write here gives the same result when it is sent twice."""
 MAX_SCANNED_PER_PAGE: Final = 4 * MAX_PAGE_SIZE
 """Index entries, expired ones included, that one page looks at before it ends early."""
 
+MAX_WORKER_INFOS_CACHED: Final = 1024
+"""Decoded WorkerInfos kept per store: a worker's never changes, and checking its cost model
+takes 20 times as long as all the rest of its entry."""
+
 MAX_UNREADABLE_NAMED: Final = 256
 """Unreadable worker entries that are logged, once each."""
 
@@ -125,6 +130,7 @@ class RedisStateStore:
         self._create = f"{prefix}:create:"
         self._sessions = f"{prefix}:sessions:"
         self._unreadable: set[str] = set()
+        self._decode_info = lru_cache(MAX_WORKER_INFOS_CACHED)(partial(decode, WORKER_INFO))
 
     # --- workers
 
@@ -326,7 +332,7 @@ class RedisStateStore:
         for raw_id, info, load, age_ms in entries:
             try:
                 view = WorkerView(
-                    decode(WORKER_INFO, info), decode(WORKER_LOAD, load), max(0, age_ms) / 1000
+                    self._decode_info(info), decode(WORKER_LOAD, load), max(0, age_ms) / 1000
                 )
             except AmpdError as error:
                 self._log_unreadable(raw_id.decode(), error)
