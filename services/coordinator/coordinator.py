@@ -115,6 +115,7 @@ class Coordinator:
         self._wall_clock = wall_clock
         self._tie_seed = tie_seed
         self.running_rounds = 0
+        self.draining = False
 
     async def run_round(
         self, tenant: str, request: RoundRequest, timeout_s: float | None = None
@@ -126,6 +127,8 @@ class Coordinator:
         Errors are `AmpdError` as spec 7 and 8 say. Closing the generator early, or an error,
         discards the round: the history stays as it was.
         """
+        if self.draining:
+            raise AmpdError(ErrorReason.DRAINING, "this coordinator is shutting down")
         if self.running_rounds >= self._limits.max_running_rounds:
             raise AmpdError(
                 ErrorReason.QUEUE_FULL,

@@ -34,11 +34,13 @@ from ampd.core.model import (
 from ampd.core.policies import number
 from ampd.core.window import MeanWindow
 from ampd.ports import (
+    ClaimedTask,
     Clock,
     Engine,
     GenerateDone,
     GenerateRequest,
     PrefillDone,
+    PrefillReport,
     Tokens,
     TokensOut,
 )
@@ -304,6 +306,20 @@ class Home:
         if round_.computed is not None and not round_.taken:
             self._tasks.void(round_.computed.target, round_.computed.task_id)
 
+    # --- what prefill workers call ---------------------------------------------------------
+
+    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
+        """See `PrefillTasks.claim`."""
+        return await self._tasks.claim(task_id, worker_id)
+
+    async def complete(self, task_id: str, worker_id: str, report: PrefillReport) -> None:
+        """See `PrefillTasks.complete`."""
+        await self._tasks.complete(task_id, worker_id, report)
+
+    async def fail(self, task_id: str, worker_id: str, error_message: str) -> None:
+        """See `PrefillTasks.fail`."""
+        await self._tasks.fail(task_id, worker_id, error_message)
+
     # --- sessions ----------------------------------------------------------------------------
 
     async def supersede(self, session_id: str, error: AmpdError) -> None:
@@ -363,6 +379,11 @@ class Home:
     def apply_policy(self, policy: PolicySpec) -> None:
         """The policy in force from now on: its window is this worker's."""
         self._itl.window_s = number(policy, "window_s")
+
+    @property
+    def running_rounds(self) -> int:
+        """Rounds admitted and not ended."""
+        return sum(session.round is not None for session in self._sessions.values())
 
     # --- load --------------------------------------------------------------------------------
 

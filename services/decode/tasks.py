@@ -62,13 +62,13 @@ class PrefillTasks:
         engine: Engine,
         peers: Peers,
         limits: HomeLimits,
-        background: asyncio.TaskGroup,
+        chores: asyncio.TaskGroup,
     ) -> None:
         self._worker_id = worker_id
         self._engine = engine
         self._peers = peers
         self._limits = limits
-        self._background = background
+        self._chores = chores
         self._offered: dict[str, OfferedTask] = {}
         self._numbers = count(1)
 
@@ -156,7 +156,7 @@ class PrefillTasks:
 
     def void(self, target: PrefillTarget, task_id: str) -> None:
         """The worker may free all it has of the task, its result included. Does not wait."""
-        self._background.create_task(self._withdraw(target, task_id), name="withdraw")
+        self._chores.create_task(self._withdraw(target, task_id), name="withdraw")
 
     async def _withdraw(self, target: PrefillTarget, task_id: str) -> None:
         try:

@@ -20,7 +20,6 @@ from ampd.core.policies import number, queue_order
 from ampd.core.prefill_queue import PrefillQueue
 from ampd.core.window import MeanWindow
 from ampd.ports import Clock, Engine, Peers, PrefillReport, PrefillRequest
-from services.prefill.settings import QueueLimits
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +59,7 @@ class PrefillWorker:
         peers: Peers,
         cost: CostModel,
         policy: PolicySpec,
-        limits: QueueLimits,
+        max_queued_tasks: int,
         clock: Clock,
     ) -> None:
         self._worker_id = worker_id
@@ -68,9 +67,8 @@ class PrefillWorker:
         self._peers = peers
         self._cost = cost
         self._clock = clock
-        self._limits = limits
         self._ttft = MeanWindow()
-        self._queue = PrefillQueue(max_tasks=limits.max_queued_tasks)
+        self._queue = PrefillQueue(max_tasks=max_queued_tasks)
         self.apply_policy(policy)
         self._homes: dict[str, tuple[str, int]] = {}
         self._taken: dict[str, TakenTask] = {}
@@ -179,6 +177,11 @@ class PrefillWorker:
             name: result for name, result in self._delivered.items() if result.until_s > now_s
         }
         self._delivered[task_id] = DeliveredResult(kv, now_s + kv.lease_s)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has accepted tasks that are not finished."""
+        return bool(len(self._queue) or self._taken)
 
     # --- load --------------------------------------------------------------------------------
 

@@ -1,0 +1,86 @@
+"""What every process of a cluster has: an address, a name, a life number, the shared store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import structlog
+from pydantic import Field, PositiveFloat
+
+from ampd.adapters.state_redis import RedisStateStore
+from ampd.core.errors import AmpdError
+from ampd.core.model import PolicySpec
+from ampd.ports import StateStore
+from ampd.runtime.heartbeat import INTERVAL_S, LEASE_S
+from ampd.runtime.settings import ServiceSettings
+
+log = structlog.get_logger(__name__)
+
+HOST_PORT: Final = r"^.+:[1-9][0-9]{0,4}$"
+STORE_RETRY_S: Final = 0.5
+DRAIN_POLL_S: Final = 0.05
+
+
+class ProcessSettings(ServiceSettings):
+    """Common to all services."""
+
+    worker_id: str
+    """Unique name in the cluster."""
+    listen: str = Field(pattern=HOST_PORT)
+    """host:port of the gRPC server."""
+    advertise: str = Field("", pattern=f"^$|{HOST_PORT}")
+    """host:port that others reach it by; default: that of `listen`."""
+    model: str
+    """Folder of the model."""
+    store_url: str
+    """Shared store: redis://, rediss:// or unix:// URL of a Valkey or Redis."""
+    store_prefix: str = "ampd"
+    """In front of every key: clusters with different prefixes may share a store."""
+    store_timeout_s: PositiveFloat = 1.0
+    """Longest store operation in seconds."""
+    heartbeat_s: PositiveFloat = INTERVAL_S
+    """Seconds between two publications of the load."""
+    lease_s: PositiveFloat = LEASE_S
+    """Seconds of silence after which the process counts as gone."""
+    drain_s: float = Field(30.0, ge=0)
+    """Seconds that running rounds may take after SIGTERM."""
+
+    @property
+    def address(self) -> str:
+        """host:port that others reach this process by."""
+        return self.advertise or self.listen
+
+    def open_store(self) -> RedisStateStore:
+        """The store; the caller closes it."""
+        return RedisStateStore(
+            self.store_url, prefix=self.store_prefix, timeout_s=self.store_timeout_s
+        )
+
+
+def new_incarnation() -> int:
+    """The number of this process's life: later lives have larger ones."""
+    return time.time_ns()
+
+
+async def until_idle(busy: Callable[[], bool]) -> None:
+    """Returns when nothing runs any more; the caller's grace period bounds it."""
+    while busy():  # noqa: ASYNC110 - only while draining, and there is no event to wait for
+        await asyncio.sleep(DRAIN_POLL_S)
+
+
+async def first_policy(store: StateStore, default: PolicySpec) -> PolicySpec:
+    """The policy in force when a process starts: the store's, which gets `default` if it has
+    none, so that coordinators and workers act by one. Waits for a store that is down."""
+    while True:
+        try:
+            policy = await store.get_policy()
+            if policy is not None:
+                return policy
+            await store.set_policy(replace(default, version=1), 0)
+        except AmpdError as error:
+            log.warning("waiting_for_store", error=str(error))
+            await asyncio.sleep(STORE_RETRY_S)

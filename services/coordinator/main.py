@@ -1,0 +1,120 @@
+"""ampd-coordinator: the composition root."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from ampd.adapters.homes_grpc import GrpcHomes
+from ampd.adapters.tokenizer_hf import HfTokenizer
+from ampd.core.errors import AmpdError
+from ampd.core.model import PolicySpec, Role, WorkerInfo, WorkerLoad
+from ampd.runtime.heartbeat import Heartbeat
+from ampd.runtime.lifecycle import Shutdown, background_tasks, run
+from ampd.runtime.logging import configure_logging
+from ampd.runtime.process import first_policy, new_incarnation, until_idle
+from ampd.runtime.server import PUBLIC_LIMITS, GrpcServer
+from ampd.runtime.settings import EXIT_USAGE, load
+from ampd.v1 import admin_service_pb2 as admin_pb2
+from ampd.v1 import session_service_pb2 as session_pb2
+from ampd.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
+from ampd.v1.session_service_pb2_grpc import add_SessionServiceServicer_to_server
+from services.coordinator.coordinator import Coordinator, Identity
+from services.coordinator.servicer import AdminServicer, SessionServicer
+from services.coordinator.sessions import Admin, Sessions
+from services.coordinator.settings import CoordinatorSettings
+
+PROGRAM = "ampd-coordinator"
+
+
+async def serve(settings: CoordinatorSettings, policy: PolicySpec, shutdown: Shutdown) -> None:
+    """Serve until shutdown is asked for, then drain."""
+    incarnation = new_incarnation()
+    async with AsyncExitStack() as stack:
+        store = settings.open_store()
+        stack.push_async_callback(store.close)
+        policy = await first_policy(store, policy)
+        homes = GrpcHomes(clock=time.monotonic)
+        stack.push_async_callback(homes.close)
+        tokenizer = HfTokenizer(Path(settings.model))
+        coordinator = Coordinator(
+            identity=Identity(settings.worker_id, incarnation),
+            store=store,
+            homes=homes,
+            tokenizer=tokenizer,
+            limits=settings.limits(),
+            default_policy=policy,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            tie_seed=lambda: random.getrandbits(32),
+        )
+        sessions = Sessions(
+            store=store,
+            homes=homes,
+            model=settings.model_name or Path(settings.model).name,
+            default_slo=settings.slo(),
+            wall_clock=time.time,
+        )
+        server = GrpcServer(
+            address=settings.listen,
+            services=[
+                session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name,
+                admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+            ],
+            limits=PUBLIC_LIMITS,
+            incarnation=incarnation,
+        )
+        add_SessionServiceServicer_to_server(
+            SessionServicer(coordinator=coordinator, sessions=sessions, tokenizer=tokenizer),
+            server.grpc,
+        )
+        add_AdminServiceServicer_to_server(
+            AdminServicer(Admin(store=store, default_policy=policy)), server.grpc
+        )
+        await stack.enter_async_context(server)
+        heartbeat = Heartbeat(
+            store,
+            WorkerInfo(
+                worker_id=settings.worker_id,
+                role=Role.COORDINATOR,
+                incarnation=incarnation,
+                address=settings.address,
+                host=socket.gethostname(),
+            ),
+            load=lambda: WorkerLoad(
+                draining=coordinator.draining, running_rounds=coordinator.running_rounds
+            ),
+            on_policy=lambda _policy: None,
+            clock=time.monotonic,
+            interval_s=settings.heartbeat_s,
+            lease_s=settings.lease_s,
+        )
+        async with background_tasks() as background:
+            background.start("heartbeat", heartbeat.run())
+            await shutdown.wait()
+            coordinator.draining = True
+            await server.drain()
+            await until_idle(lambda: coordinator.running_rounds > 0)
+
+
+def main() -> None:
+    """Console script."""
+    settings = load(CoordinatorSettings, sys.argv[1:], program=PROGRAM)
+    configure_logging(style=settings.log_style, level=settings.log_level, service=PROGRAM)
+    try:
+        policy = settings.default_policy()
+        exit_code = run(
+            lambda shutdown: serve(settings, policy, shutdown), grace_s=settings.drain_s
+        )
+    except AmpdError as error:
+        sys.stderr.write(f"{PROGRAM}: {error.message}\n")
+        exit_code = EXIT_USAGE
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

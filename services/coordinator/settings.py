@@ -1,0 +1,60 @@
+"""Settings of the coordinator; each is a flag, an `AMPD_...` variable and a key of the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import Field, PositiveInt
+
+from ampd.core.model import ItlStatistic, PolicySpec, Slo
+from ampd.core.policies import AMPD_PAPER, resolve
+from ampd.runtime.process import ProcessSettings
+
+TOKENISE_INLINE_CHARS: Final = 16_384
+"""A longer increment is tokenised off the event loop: it would stall every stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """The bounds of a coordinator."""
+
+    max_running_rounds: int = 1024
+    max_prefill_attempts: int = 2
+    """Prefill workers a round may use: the chosen one and one re-route."""
+    tokenise_inline_chars: int = TOKENISE_INLINE_CHARS
+
+
+class CoordinatorSettings(ProcessSettings):
+    """ampd-coordinator: serves clients, binds sessions, routes prefills."""
+
+    worker_id: str = "coordinator-0"
+    """Unique name in the cluster."""
+    listen: str = "127.0.0.1:7070"
+    """host:port to serve clients on."""
+    model_name: str = ""
+    """Name that clients see; default: that of the model's folder."""
+    policy: str = AMPD_PAPER
+    """Policy while none is set in the store."""
+    policy_settings: dict[str, float | int | bool | str] = Field(default_factory=dict)
+    """Its settings."""
+    ttft_slo_s: float = Field(3.0, gt=0, le=3600)
+    """Default TTFT objective in seconds."""
+    itl_slo_s: float = Field(0.1, gt=0, le=3600)
+    """Default ITL objective in seconds."""
+    itl_statistic: ItlStatistic = ItlStatistic.MEAN
+    """What of a round's ITL the objective applies to: `mean`, `p95` or `max`."""
+    max_running_rounds: PositiveInt = 1024
+    """Rounds that may run here at once; one more is refused."""
+
+    def slo(self) -> Slo:
+        """The default objective of a session."""
+        return Slo(self.ttft_slo_s, self.itl_slo_s, self.itl_statistic)
+
+    def default_policy(self) -> PolicySpec:
+        """Raises INVALID_FIELD for an unknown name or setting."""
+        return resolve(PolicySpec(self.policy, self.policy_settings))
+
+    def limits(self) -> RoundLimits:
+        """The coordinator's bounds."""
+        return RoundLimits(max_running_rounds=self.max_running_rounds)

@@ -1,0 +1,104 @@
+"""ampd-decode: the composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import AsyncExitStack
+
+from ampd.adapters.peers_grpc import GrpcPeers, SelfAddress
+from ampd.core.model import Role
+from ampd.core.policies import DEFAULT_POLICY, resolve
+from ampd.runtime.heartbeat import Heartbeat
+from ampd.runtime.lifecycle import Shutdown, background_tasks, run
+from ampd.runtime.logging import configure_logging
+from ampd.runtime.process import first_policy, new_incarnation, until_idle
+from ampd.runtime.server import INTERNAL_LIMITS, GrpcServer
+from ampd.runtime.settings import load
+from ampd.runtime.worker import cost_model, start_engine, worker_info
+from ampd.worker.v1 import decode_service_pb2 as decode_pb2
+from ampd.worker.v1.decode_service_pb2_grpc import add_DecodeServiceServicer_to_server
+from services.decode.home import Home
+from services.decode.servicer import DecodeServicer
+from services.decode.settings import DecodeSettings
+from services.decode.tasks import PrefillTasks
+
+PROGRAM = "ampd-decode"
+SWEEP_EVERY_S = 5.0
+
+
+async def serve(settings: DecodeSettings, shutdown: Shutdown) -> None:
+    """Serve until shutdown is asked for, then drain."""
+    incarnation = new_incarnation()
+    async with AsyncExitStack() as stack:
+        store = settings.open_store()
+        stack.push_async_callback(store.close)
+        # The home sweeps its sessions itself: a pin of the engine outlives them all.
+        engine = await start_engine(settings, Role.DECODE, incarnation, 2 * settings.session_ttl_s)
+        stack.push_async_callback(engine.close)
+        cost = await cost_model(engine, settings)
+        engine.use_cost_model(cost)
+        server = GrpcServer(
+            address=settings.listen,
+            services=[decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name],
+            limits=INTERNAL_LIMITS,
+            incarnation=incarnation,
+        )
+        peers = GrpcPeers(home=SelfAddress(settings.address, incarnation), clock=time.monotonic)
+        stack.push_async_callback(peers.close)
+        policy = await first_policy(store, resolve(DEFAULT_POLICY))
+        async with asyncio.TaskGroup() as chores, background_tasks() as background:
+            tasks = PrefillTasks(
+                worker_id=settings.worker_id,
+                engine=engine,
+                peers=peers,
+                limits=settings.limits(),
+                chores=chores,
+            )
+            home = Home(
+                worker_id=settings.worker_id,
+                engine=engine,
+                tasks=tasks,
+                cost=cost,
+                limits=settings.limits(),
+                clock=time.monotonic,
+            )
+            home.apply_policy(policy)
+            add_DecodeServiceServicer_to_server(
+                DecodeServicer(home, incarnation=incarnation, clock=time.monotonic), server.grpc
+            )
+            async with server:
+                heartbeat = Heartbeat(
+                    store,
+                    worker_info(settings, Role.DECODE, incarnation, engine.info, cost),
+                    load=home.load,
+                    on_policy=home.apply_policy,
+                    clock=time.monotonic,
+                    interval_s=settings.heartbeat_s,
+                    lease_s=settings.lease_s,
+                )
+                background.start("heartbeat", heartbeat.run())
+                background.start("sweep", _sweep(home))
+                await shutdown.wait()
+                home.draining = True
+                heartbeat.beat_now()
+                await server.drain()
+                await until_idle(lambda: home.running_rounds > 0)
+
+
+async def _sweep(home: Home) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_EVERY_S)
+        await home.sweep()
+
+
+def main() -> None:
+    """Console script."""
+    settings = load(DecodeSettings, sys.argv[1:], program=PROGRAM)
+    configure_logging(style=settings.log_style, level=settings.log_level, service=PROGRAM)
+    sys.exit(run(lambda shutdown: serve(settings, shutdown), grace_s=settings.drain_s))
+
+
+if __name__ == "__main__":
+    main()
