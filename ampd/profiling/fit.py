@@ -1,0 +1,249 @@
+"""Fit a cost model to measured steps (spec 3): non-negative least squares on relative error.
+
+Every coefficient is non-negative and every feature rises with its sizes, so a fit can be
+neither negative nor falling. Accuracy is reported on samples that the fit has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ampd.core.cost_model import (
+    CostModel,
+    DecodeCost,
+    Hinges,
+    KvCost,
+    MixedCost,
+    PrefillCost,
+)
+from ampd.ports import StepSample
+
+Array = NDArray[np.float64]
+
+MIN_SAMPLES: Final = 3
+"""With fewer samples of a kind its function is read off the mixed steps."""
+MAX_HINGES: Final = 4
+MIN_SAMPLES_PER_HINGE: Final = 4
+"""A bend is worth fitting where a few samples lie on each side."""
+HELD_OUT_EVERY: Final = 5
+"""Every fifth sample is held out when the error is measured."""
+MIN_HELD_OUT_SAMPLES: Final = 15
+"""With fewer samples the error is that of the fit itself (`held_out` = 0)."""
+NNLS_TOLERANCE: Final = 1e-10
+NNLS_ROUNDS_PER_FEATURE: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class KvSample:
+    """One measured KV transfer."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionFit:
+    """How well one function fits: relative errors, and the sizes it was fitted on.
+
+    `held_out`: samples that the errors were measured on and the measured fit had not seen;
+    0: too few samples, the errors are those of the fit. `smallest`, `largest`: range of the
+    increment, chunk or transfer in tokens, or of the batch. Beyond it the last slope goes on.
+    """
+
+    samples: int = 0
+    held_out: int = 0
+    median_error: float = 0.0
+    p95_error: float = 0.0
+    smallest: int = 0
+    largest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FitReport:
+    """The fit of each of the four functions; zero samples: it was taken from another one."""
+
+    prefill: FunctionFit = FunctionFit()
+    decode: FunctionFit = FunctionFit()
+    mixed: FunctionFit = FunctionFit()
+    kv: FunctionFit = FunctionFit()
+
+
+def fit_cost_model(
+    samples: Sequence[StepSample],
+    *,
+    kv: KvCost | None = None,
+    kv_samples: Sequence[KvSample] = (),
+) -> tuple[CostModel, FitReport]:
+    """The cost model of measured steps. T_mixed is fitted to all of them, T_pre to those that
+    only prefill, T_dec to those that only decode. T_kv is `kv` when given, else fitted.
+
+    Raises ValueError when there are no samples with a positive time.
+    """
+    steps = [s for s in samples if s.seconds > 0 and s.chunk_tokens + s.batch > 0]
+    if not steps:
+        raise ValueError("no measured steps to fit a cost model to")
+    mixed, mixed_fit = fit_mixed(steps)
+    prefills = [s for s in steps if not s.batch]
+    if len(prefills) >= MIN_SAMPLES:
+        prefill, prefill_fit = fit_prefill(prefills)
+    else:
+        prefill = PrefillCost(
+            mixed.base_s, mixed.token_s, 0.0, mixed.attention_pair_s, mixed.hinges
+        )
+        prefill_fit = FunctionFit()
+    decodes = [s for s in steps if not s.chunk_tokens]
+    if len(decodes) >= MIN_SAMPLES:
+        decode, decode_fit = fit_decode(decodes)
+    else:
+        decode = DecodeCost(mixed.base_s, mixed.sequence_s, mixed.context_token_s)
+        decode_fit = FunctionFit()
+    kv_fit = FunctionFit()
+    if kv is None:
+        kv = KvCost()
+        if kv_samples:
+            kv, kv_fit = fit_kv(kv_samples)
+    return (
+        CostModel(prefill, decode, mixed, kv),
+        FitReport(prefill_fit, decode_fit, mixed_fit, kv_fit),
+    )
+
+
+def fit_prefill(samples: Sequence[StepSample]) -> tuple[PrefillCost, FunctionFit]:
+    """T_pre from prefill-only steps: their chunk is the increment."""
+    chunk, history, _, _, seconds = _columns(samples)
+    hinges = _hinge_places(chunk)
+    features = [np.ones_like(chunk), chunk, history, chunk * (history + chunk / 2)]
+    coefficients, fitted = _fit([*features, *_hinge_features(chunk, hinges)], seconds, chunk)
+    base, token, history_token, pair, *slopes = coefficients
+    return PrefillCost(base, token, history_token, pair, _hinges(hinges, slopes)), fitted
+
+
+def fit_decode(samples: Sequence[StepSample]) -> tuple[DecodeCost, FunctionFit]:
+    """T_dec from decode-only steps."""
+    _, _, batch, context, seconds = _columns(samples)
+    hinges = _hinge_places(batch)
+    features = [np.ones_like(batch), batch, context]
+    coefficients, fitted = _fit([*features, *_hinge_features(batch, hinges)], seconds, batch)
+    base, sequence, context_token, *slopes = coefficients
+    return DecodeCost(base, sequence, context_token, _hinges(hinges, slopes)), fitted
+
+
+def fit_mixed(samples: Sequence[StepSample]) -> tuple[MixedCost, FunctionFit]:
+    """T_mixed from steps of any kind."""
+    chunk, history, batch, context, seconds = _columns(samples)
+    hinges = _hinge_places(chunk)
+    features = [np.ones_like(chunk), chunk, batch, context, chunk * (history + chunk / 2)]
+    coefficients, fitted = _fit([*features, *_hinge_features(chunk, hinges)], seconds, chunk)
+    base, token, sequence, context_token, pair, *slopes = coefficients
+    cost = MixedCost(base, token, sequence, context_token, pair, _hinges(hinges, slopes))
+    return cost, fitted
+
+
+def fit_kv(samples: Sequence[KvSample]) -> tuple[KvCost, FunctionFit]:
+    """T_kv (alpha-beta) from transfers that moved something."""
+    moved = [s for s in samples if s.tokens > 0 and s.seconds > 0]
+    if not moved:
+        return KvCost(), FunctionFit()
+    tokens = np.array([s.tokens for s in moved], dtype=np.float64)
+    seconds = np.array([s.seconds for s in moved], dtype=np.float64)
+    coefficients, fitted = _fit([np.ones_like(tokens), tokens], seconds, tokens)
+    return KvCost(*coefficients), fitted
+
+
+def nnls(matrix: Array, target: Array) -> Array:
+    """min |matrix x - target| over x >= 0 (Lawson and Hanson's active-set method)."""
+    count = matrix.shape[1]
+    x = np.zeros(count)
+    active = np.zeros(count, dtype=bool)
+    tolerance = NNLS_TOLERANCE * max(1.0, float(np.abs(matrix.T @ target).max(initial=0.0)))
+    for _ in range(NNLS_ROUNDS_PER_FEATURE * count):
+        gradient = np.where(active, -np.inf, matrix.T @ (target - matrix @ x))
+        if active.all() or gradient.max() <= tolerance:
+            break
+        active[int(gradient.argmax())] = True
+        while True:
+            solution = np.zeros(count)
+            solution[active] = np.linalg.lstsq(matrix[:, active], target, rcond=None)[0]
+            negative = active & (solution <= 0)
+            if not negative.any():
+                break
+            # As far towards the solution as x stays non-negative; what is 0 there leaves.
+            step = float((x[negative] / (x[negative] - solution[negative])).min())
+            x = x + step * (solution - x)
+            active &= x > NNLS_TOLERANCE * max(1.0, float(x.max()))
+            x[~active] = 0.0
+            if not active.any():
+                solution = np.zeros(count)
+                break
+        x = solution
+    return x
+
+
+def _columns(samples: Sequence[StepSample]) -> tuple[Array, Array, Array, Array, Array]:
+    rows = np.array(
+        [
+            (s.chunk_tokens, s.chunk_history_tokens, s.batch, s.context_tokens, s.seconds)
+            for s in samples
+        ],
+        dtype=np.float64,
+    )
+    chunk, history, batch, context, seconds = rows.T
+    return chunk, history, batch, context, seconds
+
+
+def _fit(
+    features: Sequence[Array], seconds: Array, sizes: Array
+) -> tuple[tuple[float, ...], FunctionFit]:
+    """The coefficients over all samples, and the error of a fit without every fifth."""
+    matrix = np.stack(features, axis=1)
+    coefficients = _solve(matrix, seconds)
+    count = len(seconds)
+    held_out = np.zeros(count, dtype=bool)
+    if count >= MIN_HELD_OUT_SAMPLES:
+        # In order of time, so that every size range has its part in both.
+        held_out[np.argsort(seconds, kind="stable")[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]] = True
+        tested = _solve(matrix[~held_out], seconds[~held_out])
+        predicted, measured = matrix[held_out] @ tested, seconds[held_out]
+    else:
+        predicted, measured = matrix @ coefficients, seconds
+    errors = np.abs(predicted - measured) / measured
+    return tuple(coefficients.tolist()), FunctionFit(
+        samples=count,
+        held_out=int(held_out.sum()),
+        median_error=float(np.median(errors)),
+        p95_error=float(np.quantile(errors, 0.95)),
+        smallest=int(sizes.min()),
+        largest=int(sizes.max()),
+    )
+
+
+def _solve(matrix: Array, seconds: Array) -> Array:
+    """Weighted by 1/seconds: the residual is the relative error."""
+    scale = matrix.max(axis=0)
+    scale[scale == 0] = 1.0
+    weighted: Array = matrix / scale / seconds[:, None]
+    coefficients: Array = nnls(weighted, np.ones_like(seconds)) / scale
+    return coefficients
+
+
+def _hinge_places(sizes: Array) -> list[float]:
+    """Where the line may bend: interior sizes at equal shares of the distinct ones."""
+    distinct = np.unique(sizes[sizes > 0])
+    count = min(MAX_HINGES, len(sizes) // MIN_SAMPLES_PER_HINGE - 1, len(distinct) - 2)
+    if count <= 0:
+        return []
+    picks = np.linspace(0, len(distinct) - 1, count + 2)[1:-1].round().astype(int)
+    return [float(distinct[pick]) for pick in np.unique(picks)]
+
+
+def _hinge_features(sizes: Array, places: Sequence[float]) -> list[Array]:
+    return [np.maximum(0.0, sizes - place) for place in places]
+
+
+def _hinges(places: Sequence[float], slopes: Sequence[float]) -> Hinges:
+    return tuple((at, slope) for at, slope in zip(places, slopes, strict=True) if slope > 0)
