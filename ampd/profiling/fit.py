@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 MIN_SAMPLES: Final = 3
 """With fewer samples of a kind its function is read off the mixed steps."""
-MAX_HINGES: Final = 4
+MAX_HINGES: Final = 6
 MIN_SAMPLES_PER_HINGE: Final = 4
 """A bend is worth fitting where a few samples lie on each side."""
 HELD_OUT_EVERY: Final = 5
