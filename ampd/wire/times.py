@@ -20,9 +20,9 @@ _MAX_TIMESTAMP_S: Final = 253_402_300_799
 
 def duration_to_proto(seconds: float) -> Duration:
     """`seconds` rounded to nanoseconds, infinities as the longest duration. ValueError: NaN."""
-    seconds = max(-MAX_DURATION_S, min(MAX_DURATION_S, seconds))
     if math.isnan(seconds):
         raise ValueError("a duration that is not a number")
+    seconds = max(-MAX_DURATION_S, min(MAX_DURATION_S, seconds))
     whole = math.trunc(seconds)
     nanos = round((seconds - whole) * _NANOS)
     if abs(nanos) == _NANOS:
