@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from ampd.adapters.peers_loopback import LoopbackNetwork
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.model import RoundEvent, RoundOrder, WorkerInfo
+from ampd.core.model import Finished, RoundEvent, RoundOrder, WorkerInfo
 
 
 class LoopbackHomes:
@@ -55,8 +55,12 @@ class LoopbackHomePeer:
                         ErrorReason.DEADLINE, f"the round took longer than {timeout_s} s"
                     ) from None
                 if event is None:
-                    return
+                    raise AmpdError(
+                        ErrorReason.INTERNAL, f"the home at {self._address} ended in mid-round"
+                    )
                 yield event
+                if isinstance(event, Finished):
+                    return
 
     async def release(self, session_id: str) -> None:
         """Free the session there."""
