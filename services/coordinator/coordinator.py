@@ -35,6 +35,7 @@ from ampd.core.model import (
     WorkerInfo,
     WorkerView,
 )
+from ampd.core.placements import Placement, RecentPlacements
 from ampd.core.routing import RouteTask, route
 from ampd.ports import (
     ChatMessage,
@@ -114,6 +115,7 @@ class Coordinator:
         self._clock = clock
         self._wall_clock = wall_clock
         self._tie_seed = tie_seed
+        self._recent = RecentPlacements()
         self.running_rounds = 0
         self.draining = False
 
@@ -175,7 +177,8 @@ class Coordinator:
         keep = request.keep_history_tokens
         keep = session.history_tokens if keep is None else keep
         increment = await self._tokenise(session, request, keep)
-        decode = tuple(view for view in context.workers if view.info.role is Role.DECODE)
+        workers = self._recent.shown_in(context.workers, created_s)
+        decode = tuple(view for view in workers if view.info.role is Role.DECODE)
         max_model_tokens = max((view.info.max_model_tokens for view in decode), default=0)
         if not decode:
             raise AmpdError(ErrorReason.NO_DECODE_WORKER, "no live decode worker")
@@ -204,7 +207,7 @@ class Coordinator:
             increment=increment,
             sampling=sampling,
             homes=self._homes_to_try(begun, running, decode),
-            prefill=tuple(view for view in context.workers if view.info.role is Role.PREFILL),
+            prefill=tuple(view for view in workers if view.info.role is Role.PREFILL),
             policy=policy,
             round_index=begun.rounds,
         )
@@ -289,6 +292,7 @@ class Coordinator:
             bind=bind,
             created_unix_s=round_.created_unix_s,
         )
+        self._remember(decision, bind, home.info.worker_id)
         log.info(
             "placed",
             session=round_.session.session_id,
@@ -361,6 +365,14 @@ class Coordinator:
             policy=round_.policy,
             tie_seed=self._tie_seed(),
         )
+
+    def _remember(self, decision: RouteDecision, bind: BindDecision | None, home: str) -> None:
+        now_s = self._clock()
+        chosen = decision.prefill_worker or home
+        compute_s = next((c.compute_s for c in decision.candidates if c.worker_id == chosen), 0.0)
+        self._recent.add(Placement(chosen, now_s, prefill_s=compute_s))
+        if bind is not None:
+            self._recent.add(Placement(home, now_s, reserved_tokens=bind.footprint_tokens))
 
     def _order(self, round_: _Round, home: WorkerView, decision: RouteDecision) -> RoundOrder:
         by_id = {view.info.worker_id: view.info for view in round_.prefill}
