@@ -142,14 +142,22 @@ class Background:
 @asynccontextmanager
 async def background_tasks() -> AsyncGenerator[Background, None]:
     """The scope of background tasks: leaving it cancels them and waits for their end. When one
-    crashes or returns, the body is cancelled and BackgroundCrash raised."""
+    crashes or returns, the body is cancelled and BackgroundCrash raised. The body's own error
+    leaves the scope as it is, in no group."""
+    failure: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
             background = Background(group)
-            yield background
+            try:
+                yield background
+            except Exception as error:  # noqa: BLE001 - raised below, not in a group
+                failure = error
             background.stop()
-    except* BackgroundCrash as crashes:
-        raise crashes.exceptions[0] from None
+    except ExceptionGroup as group_error:
+        crashes = group_error.subgroup(BackgroundCrash)
+        failure = failure or (crashes.exceptions[0] if crashes else group_error)
+    if failure is not None:
+        raise failure
 
 
 async def _watched(name: str, work: Awaitable[None]) -> None:

@@ -10,7 +10,7 @@ from typing import Final, Self
 
 import grpc
 import structlog
-from grpc_channelz.v1 import channelz
+from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 STOP_GRACE_S: Final = 1.0
 """What calls that still run get at the very end, after the drain."""
 
+_CHANNELZ: Final = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -81,7 +82,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         channelz.add_channelz_servicer(self.grpc)
         reflection.enable_server_reflection(
-            (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
+            (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME, _CHANNELZ), self.grpc
         )
 
     @property

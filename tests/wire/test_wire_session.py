@@ -63,7 +63,7 @@ def test_unset_parts_of_an_slo_are_the_clusters() -> None:
         ({"slo": session_pb2.Slo(itl=Duration(seconds=3600, nanos=1))}, "slo.itl"),
         ({"slo": session_pb2.Slo(itl=Duration(seconds=1, nanos=-1))}, "slo.itl"),
         ({"slo": session_pb2.Slo(itl=Duration(nanos=1_000_000_000))}, "slo.itl"),
-        ({"slo": session_pb2.Slo(itl_statistic=9)}, "slo.itl_statistic"),
+        ({"slo": session_pb2.Slo.FromString(b"\x18\x09")}, "slo.itl_statistic"),
         ({"labels": {str(n): "" for n in range(17)}}, "labels"),
         ({"labels": {"k" * 65: "v"}}, "labels"),
         ({"labels": {"": "v"}}, "labels"),
@@ -202,6 +202,6 @@ def test_a_worker_is_shown_whole() -> None:
     message = worker_to_proto(WorkerView(info, load, age_s=0.5))
     assert message.role == worker_pb2.WORKER_ROLE_DECODE
     assert message.load.age.ToMilliseconds() == 500
-    named = message.ListFields() + message.load.ListFields()
+    named = [*message.ListFields(), *message.load.ListFields()]
     # Every field of both messages is set: none was forgotten.
     assert len(named) == len(message.DESCRIPTOR.fields) + len(message.load.DESCRIPTOR.fields)

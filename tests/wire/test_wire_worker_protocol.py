@@ -230,7 +230,7 @@ ORDERS = st.builds(
 def with_kept_history(order: RoundOrder) -> RoundOrder:
     kept = 5 if order.history is None else len(order.history)
     return RoundOrder(
-        **{name: getattr(order, name) for name in RoundOrder.__slots__}  # type: ignore[arg-type]
+        **{name: getattr(order, name) for name in RoundOrder.__slots__}
         | {"keep_history_tokens": kept}
     )
 
