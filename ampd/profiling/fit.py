@@ -29,7 +29,15 @@ MIN_SAMPLES: Final = 3
 """With fewer samples of a kind its function is read off the mixed steps."""
 MAX_HINGES: Final = 6
 MIN_SAMPLES_PER_HINGE: Final = 4
-"""A bend is worth fitting where a few samples lie on each side."""
+HINGE_REACH: Final = 4.0
+"""A bend needs sizes up to this many times its own behind it: the last slope extrapolates, and
+must not rest on the noise of two neighbouring sizes."""
+ROBUST_ROUNDS: Final = 5
+ROBUST_ERRORS: Final = 2.0
+"""A sample further off than this many median errors weighs less (Huber): a step that another
+process disturbed says little of the engine."""
+ROBUST_MIN_ERROR: Final = 0.01
+"""Relative errors below this are no reason to weigh a sample less."""
 HELD_OUT_EVERY: Final = 5
 """Every fifth sample is held out when the error is measured."""
 MIN_HELD_OUT_SAMPLES: Final = 15
@@ -223,22 +231,32 @@ def _fit(
 
 
 def _solve(matrix: Array, seconds: Array) -> Array:
-    """Weighted by 1/seconds: the residual is the relative error."""
+    """Least squares of the relative errors, in rounds that weigh outliers less and less."""
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1.0
-    weighted: Array = matrix / scale / seconds[:, None]
-    coefficients: Array = nnls(weighted, np.ones_like(seconds)) / scale
-    return coefficients
+    relative: Array = matrix / scale / seconds[:, None]
+    weights = np.ones_like(seconds)
+    coefficients = np.zeros(matrix.shape[1])
+    for _ in range(ROBUST_ROUNDS):
+        coefficients = nnls(relative * weights[:, None], weights)
+        errors = np.abs(relative @ coefficients - 1)
+        most = max(ROBUST_MIN_ERROR, ROBUST_ERRORS * float(np.median(errors)))
+        if (errors <= most).all():
+            break
+        weights = np.sqrt(np.minimum(1.0, most / np.maximum(errors, most)))
+    scaled: Array = coefficients / scale
+    return scaled
 
 
 def _hinge_places(sizes: Array) -> list[float]:
     """Where the line may bend: interior sizes at equal shares of the distinct ones."""
     distinct = np.unique(sizes[sizes > 0])
-    count = min(MAX_HINGES, len(sizes) // MIN_SAMPLES_PER_HINGE - 1, len(distinct) - 2)
+    interior = distinct[1:][distinct[1:] * HINGE_REACH <= distinct.max(initial=0.0)]
+    count = min(MAX_HINGES, len(sizes) // MIN_SAMPLES_PER_HINGE - 1, len(interior))
     if count <= 0:
         return []
-    picks = np.linspace(0, len(distinct) - 1, count + 2)[1:-1].round().astype(int)
-    return [float(distinct[pick]) for pick in np.unique(picks)]
+    picks = ((np.arange(count) + 0.5) * len(interior) / count).astype(int)
+    return [float(interior[pick]) for pick in picks]
 
 
 def _hinge_features(sizes: Array, places: Sequence[float]) -> list[Array]:

@@ -40,9 +40,9 @@ HISTORY_FROM_TOKENS: Final = 128
 """Prefills of at least this size also serve as history for an increment ..."""
 INCREMENT_TOKENS: Final = 32
 """... of this size."""
-STREAM_PROMPT_TOKENS: Final = (32, 128, 16, 64, 256, 32, 64, 16)
+STREAM_PROMPT_TOKENS: Final = (64, 16, 32, 64, 16, 128, 32, 256)
 """Prompts of the decoding streams, in the order in which they join."""
-STEPS_PER_BATCH: Final = 4
+STEPS_PER_BATCH: Final = 3
 """Decode steps between two joins."""
 PROBE_PROMPT_TOKENS: Final = (16, 64, 32, 128, 256, 512, 16, 64, 32, 128, 256, 512)
 """Prompts that are prefilled beside all streams."""
@@ -55,7 +55,6 @@ SETTLE_POLLS: Final = 100
 """An aborted request frees what it held within a second (see `Engine`)."""
 PATIENT: Final = Slo(ttft_s=3600.0, itl_s=3600.0)
 """Chunks are not to be bounded by an SLO while they are measured."""
-SEED: Final = 1
 
 
 async def measure(engine: Engine, *, budget_s: float) -> list[StepSample]:
@@ -109,7 +108,7 @@ class _Run:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._random = random.Random(SEED)  # noqa: S311 - prompts, not secrets
+        self._random = random.Random()  # noqa: S311 - prompts that no cache knows, not secrets
         self._requests = 0
         info = engine.info
         self._kv_tokens = int(KV_SHARE * info.kv_capacity_tokens)

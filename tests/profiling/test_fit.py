@@ -1,5 +1,6 @@
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,29 @@ def test_noise_is_reported_on_held_out_samples() -> None:
     assert 0.01 < report.mixed.median_error < 0.08
     assert report.mixed.median_error <= report.mixed.p95_error < 0.15
     assert report.mixed.held_out == pytest.approx(report.mixed.samples / 5, abs=1)
+
+
+def test_disturbed_steps_do_not_bend_the_fit() -> None:
+    """On a shared machine some steps take several times their time."""
+    rng = random.Random(5)
+    samples = [
+        replace(s, seconds=s.seconds * (4 if rng.random() < 0.15 else rng.uniform(0.97, 1.03)))
+        for s in mixed_samples()
+    ]
+    fitted, _ = fit_cost_model(samples)
+    for shape in ((0, 0, 4, 2000), (128, 992, 4, 2000), (512, 0, 8, 4000)):
+        assert fitted.t_mixed(*shape) == pytest.approx(TRUTH.t_mixed(*shape), rel=0.1)
+
+
+def test_no_bend_rests_on_neighbouring_sizes() -> None:
+    """Batches 1..8 and a jump at 7: extrapolated to 64 it would be all there is."""
+    decodes = [
+        StepSample(0, 0, batch, 100 * batch, (20 + batch + (5 if batch > 6 else 0)) * 1e-3)
+        for batch in range(1, 9)
+        for _ in range(4)
+    ]
+    fitted, _ = fit_cost_model(decodes)
+    assert all(at <= 2 for at, _ in fitted.decode.hinges)
 
 
 def test_functions_without_samples_are_read_off_the_mixed_steps() -> None:
