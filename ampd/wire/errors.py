@@ -62,6 +62,9 @@ _TRANSPORT_REASONS: Final[Mapping[grpc.StatusCode, ErrorReason]] = {
 """What a failed call without AMPD's details means; anything else is INTERNAL."""
 
 
+FULL_RETRY_S: Final = 1.0
+"""When to try again at a server that was too full to say so itself."""
+
 _TOO_LARGE: Final = "larger than max"
 """In gRPC's words for a message over its size limit, which shares a code with a full server."""
 
@@ -154,7 +157,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> AmpdError:
     reason = _TRANSPORT_REASONS.get(code, ErrorReason.INTERNAL)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in details:
         reason = ErrorReason.INVALID_FIELD
-    return AmpdError(reason, f"{code.name}: {details}")
+    retry_after_s = FULL_RETRY_S if reason is ErrorReason.QUEUE_FULL else None
+    return AmpdError(reason, f"{code.name}: {details}", retry_after_s=retry_after_s)
 
 
 def _pack(

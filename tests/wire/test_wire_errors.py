@@ -119,7 +119,9 @@ def test_a_status_always_fits_the_trailers(
 def test_a_failure_without_details(
     code: grpc.StatusCode, details: str, reason: ErrorReason
 ) -> None:
-    assert errors.from_rpc_error(rpc_error(code, details)).reason is reason
+    error = errors.from_rpc_error(rpc_error(code, details))
+    assert error.reason is reason
+    assert (error.retry_after_s is not None) == (reason is ErrorReason.QUEUE_FULL)
 
 
 def test_a_newer_servers_reason_is_kept_in_words() -> None:
