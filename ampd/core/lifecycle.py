@@ -32,6 +32,8 @@ class RunningRound:
     """The round a coordinator is carrying out; void when that coordinator is dead."""
 
     request_id: str
+    attempt_id: str
+    """Unique: two calls with one request_id are two attempts."""
     coordinator_id: str
     coordinator_incarnation: int
     keep_history_tokens: int

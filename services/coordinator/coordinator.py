@@ -13,6 +13,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import structlog
 
@@ -54,6 +55,9 @@ from services.coordinator.settings import RoundLimits
 
 log = structlog.get_logger(__name__)
 
+DISCARD_TIMEOUT_S: Final = 10.0
+DISCARD_RETRY_S: Final = 0.5
+
 RoundStreamEvent = RoundPlaced | TokensOut | Finished
 
 
@@ -71,6 +75,7 @@ class _Round:
 
     request_id: str
     """The client's, or one made here."""
+    attempt_id: str
     replayable: bool
     """Whether the client gave it."""
     created_s: float
@@ -116,6 +121,8 @@ class Coordinator:
         self._wall_clock = wall_clock
         self._tie_seed = tie_seed
         self._recent = RecentPlacements()
+        self._live: set[str] = set()
+        """attempt_ids of the rounds that run here: a mark of ours without one is void."""
         self.running_rounds = 0
         self.draining = False
 
@@ -158,6 +165,7 @@ class Coordinator:
                             settled = True
                         yield event
             finally:
+                self._live.discard(round_.attempt_id)
                 if not settled:
                     await asyncio.shield(self._discard(round_))
         finally:
@@ -177,14 +185,14 @@ class Coordinator:
         keep = request.keep_history_tokens
         keep = session.history_tokens if keep is None else keep
         increment = await self._tokenise(session, request, keep)
-        workers = self._recent.shown_in(context.workers, created_s)
-        decode = tuple(view for view in workers if view.info.role is Role.DECODE)
+        decode = tuple(view for view in context.workers if view.info.role is Role.DECODE)
         max_model_tokens = max((view.info.max_model_tokens for view in decode), default=0)
         if not decode:
             raise AmpdError(ErrorReason.NO_DECODE_WORKER, "no live decode worker")
         sampling = request.sampling.resolve(max_model_tokens - keep - len(increment))
         running = RunningRound(
             request_id=request.request_id or f"ampd-{uuid.uuid4().hex}",
+            attempt_id=uuid.uuid4().hex,
             coordinator_id=self._identity.worker_id,
             coordinator_incarnation=self._identity.incarnation,
             keep_history_tokens=keep,
@@ -194,12 +202,13 @@ class Coordinator:
         begun = lifecycle.begin(
             session,
             running,
-            coordinator_alive=_is_alive(session, context.workers),
+            coordinator_alive=self._is_running(session, context.workers),
             max_model_tokens=max_model_tokens,
             now_unix_s=now_unix_s,
         )
         round_ = _Round(
             request_id=running.request_id,
+            attempt_id=running.attempt_id,
             replayable=bool(request.request_id),
             created_s=created_s,
             created_unix_s=now_unix_s,
@@ -207,13 +216,29 @@ class Coordinator:
             increment=increment,
             sampling=sampling,
             homes=self._homes_to_try(begun, running, decode),
-            prefill=tuple(view for view in workers if view.info.role is Role.PREFILL),
+            prefill=tuple(view for view in context.workers if view.info.role is Role.PREFILL),
             policy=policy,
             round_index=begun.rounds,
         )
-        if not await self._store.compare_and_set(begun, session.version):
-            raise conflict(session.session_id)
+        # Live before the mark is written: whoever reads the mark finds it valid.
+        self._live.add(running.attempt_id)
+        try:
+            if not await self._store.compare_and_set(begun, session.version):
+                raise conflict(session.session_id)
+        except BaseException:
+            self._live.discard(running.attempt_id)
+            raise
         return round_
+
+    def _is_running(self, session: SessionRecord, workers: Sequence[WorkerView]) -> bool:
+        """Whether somebody still carries out the session's running round."""
+        running = session.running
+        if running is None:
+            return False
+        owner = Identity(running.coordinator_id, running.coordinator_incarnation)
+        if owner == self._identity:
+            return running.attempt_id in self._live
+        return any(Identity(v.info.worker_id, v.info.incarnation) == owner for v in workers)
 
     async def _tokenise(self, session: SessionRecord, request: RoundRequest, keep: int) -> Tokens:
         """The increment as tokens, once and for good; a long one off the event loop."""
@@ -242,10 +267,14 @@ class Coordinator:
                 return ((view, None),)
         prompt_tokens = running.keep_history_tokens + running.increment_tokens
         decisions = binding.bind(
-            decode,
+            self._recent.shown_in(decode, self._clock()),
             prompt_tokens=prompt_tokens,
             max_tokens=running.max_tokens,
             footprint=binding.resident_footprint(decode),
+        )
+        best = decisions[0]
+        self._recent.add(
+            Placement(best.worker_id, self._clock(), reserved_tokens=best.footprint_tokens)
         )
         by_id = {view.info.worker_id: view for view in decode}
         return tuple((by_id[decision.worker_id], decision) for decision in decisions)
@@ -292,7 +321,6 @@ class Coordinator:
             bind=bind,
             created_unix_s=round_.created_unix_s,
         )
-        self._remember(decision, bind, home.info.worker_id)
         log.info(
             "placed",
             session=round_.session.session_id,
@@ -358,21 +386,19 @@ class Coordinator:
             slo=round_.session.slo,
             cached_tokens=dict(round_.session.prefix_holders),
         )
-        return route(
+        now_s = self._clock()
+        (home, *prefill) = self._recent.shown_in((home, *round_.prefill), now_s)
+        decision = route(
             task,
             home=home,
-            prefill_workers=round_.prefill,
+            prefill_workers=prefill,
             policy=round_.policy,
             tie_seed=self._tie_seed(),
         )
-
-    def _remember(self, decision: RouteDecision, bind: BindDecision | None, home: str) -> None:
-        now_s = self._clock()
-        chosen = decision.prefill_worker or home
+        chosen = decision.prefill_worker or home.info.worker_id
         compute_s = next((c.compute_s for c in decision.candidates if c.worker_id == chosen), 0.0)
         self._recent.add(Placement(chosen, now_s, prefill_s=compute_s))
-        if bind is not None:
-            self._recent.add(Placement(home, now_s, reserved_tokens=bind.footprint_tokens))
+        return decision
 
     def _order(self, round_: _Round, home: WorkerView, decision: RouteDecision) -> RoundOrder:
         by_id = {view.info.worker_id: view.info for view in round_.prefill}
@@ -442,18 +468,23 @@ class Coordinator:
         round_.session = settled
 
     async def _discard(self, round_: _Round) -> None:
-        """The round did not end well: the session is idle again, its history as before."""
-        if round_.session.running is None:
-            return
+        """The round did not end well: the session is idle again, its history as before.
+
+        A store that is down is tried for a while; then the mark stays, and is void for this
+        coordinator at once, for others when this one's lease is gone.
+        """
         idle = lifecycle.discard(round_.session, now_unix_s=self._wall_clock())
-        try:
-            await self._store.compare_and_set(
-                idle, round_.session.version, SessionWrites(round=round_.record)
-            )
-        except AmpdError as error:
-            # The store is down: the mark stays until this coordinator's lease ends or the
-            # next round of the session finds it void.
-            log.warning("discard_failed", session=idle.session_id, reason=error.reason)
+        writes = SessionWrites(round=round_.record)
+        give_up_s = self._clock() + DISCARD_TIMEOUT_S
+        while True:
+            try:
+                await self._store.compare_and_set(idle, round_.session.version, writes)
+                return
+            except AmpdError as error:
+                if self._clock() > give_up_s:
+                    log.warning("discard_failed", session=idle.session_id, reason=error.reason)
+                    return
+            await asyncio.sleep(DISCARD_RETRY_S)
 
 
 def own_session(record: SessionRecord | None, tenant: str, session_id: str) -> SessionRecord:
@@ -468,16 +499,6 @@ def conflict(session_id: str) -> AmpdError:
     """Another writer was faster."""
     return AmpdError(
         ErrorReason.SESSION_CONFLICT, f"session {session_id} was changed by another call"
-    )
-
-
-def _is_alive(session: SessionRecord, workers: Sequence[WorkerView]) -> bool:
-    """Whether the coordinator of the session's running round still lives."""
-    running = session.running
-    return running is not None and any(
-        view.info.worker_id == running.coordinator_id
-        and view.info.incarnation == running.coordinator_incarnation
-        for view in workers
     )
 
 

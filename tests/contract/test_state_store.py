@@ -115,7 +115,7 @@ def full_session() -> SessionRecord:
         history_tokens=4096,
         last_token_id=2**32 - 1,
         rounds=3,
-        running=RunningRound("r-4", "coordinator-0", 99, 4000, 20, 64),
+        running=RunningRound("r-4", "attempt-4", "coordinator-0", 99, 4000, 20, 64),
         prefix_holders=(("prefill-1", 4000), ("prefill-0", 128)),
         labels={"team": "süd"},
     )

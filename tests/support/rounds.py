@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine_harness import RemoteEngine
+
 from ampd.client import AmpdClient
 from ampd.core.model import SamplingParams, Slo
 from ampd.ports import GenerateDone, GenerateRequest, TokensOut
 from ampd.v1 import session_service_pb2 as pb
 from ampd.v1.sampling_params_pb2 import SamplingParams as SamplingProto
-from engine_harness import RemoteEngine
 
 LONG_SLO = Slo(60.0, 60.0)
 
