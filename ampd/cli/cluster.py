@@ -40,6 +40,7 @@ START_TIMEOUT_S: Final = 300.0
 STOP_GRACE_S: Final = 10.0
 """From SIGTERM to SIGKILL."""
 LOG_TAIL_LINES: Final = 20
+LOG_LINE_CHARS: Final = 500
 _HEALTH_POLL_S: Final = 0.1
 
 DEFAULT_KV_CACHE_BYTES: Final = 1 << 30
@@ -314,4 +315,4 @@ async def _is_serving(channel: grpc.aio.Channel) -> bool:
 
 def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return "\n".join(f"  {line}" for line in lines) or "  (empty)"
+    return "\n".join(f"  {line[:LOG_LINE_CHARS]}" for line in lines) or "  (empty)"

@@ -1,4 +1,4 @@
-"""The demo's agents: a scripted loop of rounds with a real tool call before each later one.
+"""The demo's agents: a scripted loop of rounds, with a real tool call before each of them.
 
 The script decides which tool is called, whatever a small model writes; the tool really runs
 and its result is the next round's increment.
@@ -6,6 +6,8 @@ and its result is the next round's increment.
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -124,6 +126,8 @@ class Script:
     max_tokens: int
     kv_bytes_per_token: int
     """Of the model that is served: the calculator has something true to work out."""
+    longest_pause_s: float = 0.0
+    """Before a later round an agent takes up to this long: they do not stay in step."""
 
     def sampling(self) -> SamplingParams:
         """Greedy, so that runs can be compared."""
@@ -143,6 +147,7 @@ class Agent:
         self._name = f"agent-{number}"
         self._topic = TOPICS[number % len(TOPICS)]
         self._say = say
+        self._random = random.Random(number)  # noqa: S311
 
     async def run(self, slo: Slo) -> tuple[list[RoundRow], AmpdError | None]:
         """All rounds one after the other, and what ended them early, if anything did."""
@@ -151,8 +156,10 @@ class Agent:
             session = await self._client.create_session(slo=slo, labels={"agent": self._name})
             history_tokens = 0
             for index in range(self._script.rounds):
-                call = self._call_tool(index, history_tokens) if index else None
-                request = self._request(session.session_id, call)
+                if index:
+                    await asyncio.sleep(self._random.uniform(0.0, self._script.longest_pause_s))
+                call = self._call_tool(index, history_tokens)
+                request = self._request(session.session_id, index, call)
                 row, history_tokens = await self._round(index, request)
                 rows.append(row)
                 self._tell(row, call)
@@ -168,34 +175,29 @@ class Agent:
             expression = f"{history_tokens} * {self._script.kv_bytes_per_token} / 2 ** 20"
             return self._tools.calculate(expression)
         query = next(islice(cycle(self._topic.queries), round_index, None))
-        return self._tools.search(query, limit=2 + self._number % 2)
+        return self._tools.search(query, limit=1 + self._number % 2)
 
-    def _request(self, session_id: str, call: ToolCall | None) -> GenerateRequest:
-        if call is None:
+    def _request(self, session_id: str, round_index: int, call: ToolCall) -> GenerateRequest:
+        sampling = self._script.sampling()
+        if round_index == 0:
+            question = f"{self._topic.question}\n\n{call.result}"
             opening = ChatMessages(
                 messages=[
                     ChatMessage(role="system", content=SYSTEM),
-                    ChatMessage(role="user", content=self._topic.question),
+                    ChatMessage(role="user", content=question),
                 ]
             )
-            return GenerateRequest(
-                session_id=session_id, messages=opening, sampling=self._script.sampling()
-            )
-        result = ToolResult(name=call.tool, content=call.result)
-        return GenerateRequest(
-            session_id=session_id,
-            tool_results=ToolResults(results=[result]),
-            sampling=self._script.sampling(),
-        )
+            return GenerateRequest(session_id=session_id, messages=opening, sampling=sampling)
+        results = ToolResults(results=[ToolResult(name=call.tool, content=call.result)])
+        return GenerateRequest(session_id=session_id, tool_results=results, sampling=sampling)
 
     async def _round(self, index: int, request: GenerateRequest) -> tuple[RoundRow, int]:
         placed, finished = await run_round(self._client, request)
         return round_row(self._name, index, placed, finished), finished.history_tokens
 
-    def _tell(self, row: RoundRow, call: ToolCall | None) -> None:
-        asked = f"after {call}" if call else "opens"
+    def _tell(self, row: RoundRow, call: ToolCall) -> None:
         self._say(
-            f"{row.session} round {row.round} {asked}: {row.route} "
+            f"{row.session} round {row.round} after {call}: {row.route} "
             f"on {row.prefill_worker or row.decode_worker} ({row.reason})"
         )
 
@@ -226,7 +228,7 @@ async def unloaded_round(client: AmpdClient, tools: Tools, script: Script) -> Ro
     session = await client.create_session(labels={"agent": "calibration"})
     finished = RoundFinished()
     for query in _calibration_queries():
-        call = tools.search(query, limit=3)
+        call = tools.search(query, limit=2)
         result = ToolResult(name=call.tool, content=call.result)
         _placed, finished = await run_round(
             client,

@@ -21,7 +21,8 @@ def status(address: Address = "", output: Output = Format.TABLE) -> None:
 
     policy, workers = run_async(read())
     if output is Format.TABLE:
-        emit_one({"address": found, "policy": policy["name"], **policy}, output)
+        summary = {"address": found, "policy": policy["name"], "settings": policy["settings"]}
+        emit_one(summary, output)
         print_table(workers, WORKER_COLUMNS)
     else:
         emit_one({"address": found, "policy": policy, "workers": workers}, output)
