@@ -107,7 +107,13 @@ def begin(
             ErrorReason.CONTEXT_TOO_LONG,
             f"history {running.keep_history_tokens} + increment {running.increment_tokens} + "
             f"max_tokens {running.max_tokens} exceed the model's {max_model_tokens} tokens",
-            (FieldViolation("increment", f"the session may hold {max_model_tokens} tokens"),),
+            (
+                FieldViolation(
+                    # Where the prompt leaves room for a token, the output is what is too long.
+                    "sampling.max_tokens" if prompt_tokens < max_model_tokens else "increment",
+                    f"the session may hold {max_model_tokens} tokens",
+                ),
+            ),
             metadata={"max_model_tokens": str(max_model_tokens)},
         )
     return replace(
