@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -85,12 +86,23 @@ def _streaming(method: str, handler: Handler) -> Callable[[Any, Context], Awaita
             # garbage collector.
             async with aclosing(inner(request, context)) as responses:
                 async for response in responses:
-                    await context.write(response)
+                    await _write(context, response)
         except BaseException as error:  # noqa: BLE001 - answered or raised again
             await _answer(error, context, method, started_s)
         _log_call(method, "OK", started_s)
 
     return call
+
+
+class _ClientGone(Exception):  # noqa: N818
+    """A write failed: the client has cancelled the call, or its connection is gone."""
+
+
+async def _write(context: Context, response: object) -> None:
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError as error:
+        raise _ClientGone from error
 
 
 async def _answer(
@@ -100,13 +112,13 @@ async def _answer(
     if isinstance(error, AmpdError):
         _log_call(method, errors.status_code(error).name, started_s, reason=error.reason.value)
         await _abort(context, error)
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or isinstance(error, _ClientGone):
         _log_call(method, "CANCELLED", started_s)
         # When the client went away this fails, and nobody is there to miss it. When the handler
         # was cancelled here, the client would otherwise wait until its deadline.
         with suppress(Exception):
             await _abort(context, AmpdError(ErrorReason.WORKER_UNAVAILABLE, "ended by the server"))
-        raise error
+        raise asyncio.CancelledError if isinstance(error, _ClientGone) else error
     incident = secrets.token_hex(8)
     log.error(
         "call_failed",

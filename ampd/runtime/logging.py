@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Literal
+from typing import Final, Literal
 
 import structlog
 from structlog.typing import Processor
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+# Tracebacks without local variables: those hold prompts and tokens.
+_TRACEBACKS: Final = structlog.processors.ExceptionRenderer(
+    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+)
+
 LogStyle = Literal["json", "console"]
 
 
@@ -30,9 +35,13 @@ def configure_logging(*, style: LogStyle, level: LogLevel, service: str) -> None
     ]
     last: list[Processor]
     if style == "json":
-        last = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        last = [_TRACEBACKS, structlog.processors.JSONRenderer()]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        last = [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

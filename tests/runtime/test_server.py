@@ -137,14 +137,18 @@ async def test_a_cancelled_stream_closes_its_generator_at_once(
             closed.set()
 
     sessions.events = events
-    async with serving(sessions) as (_, channel):
-        call = SessionServiceStub(channel).Generate(pb.GenerateRequest())
-        for _ in range(consumed):
-            await call.read()
-        await asyncio.sleep(0.1)
-        call.cancel()
-        async with asyncio.timeout(1):
-            await closed.wait()
+    with capture_logs() as logs:
+        async with serving(sessions) as (_, channel):
+            call = SessionServiceStub(channel).Generate(pb.GenerateRequest())
+            for _ in range(consumed):
+                await call.read()
+            await asyncio.sleep(0.1)
+            call.cancel()
+            async with asyncio.timeout(1):
+                await closed.wait()
+    # Whether the cancellation meets the generator, a blocked write or one that fails.
+    assert [line["code"] for line in logs if line["event"] == "call"] == ["CANCELLED"]
+    assert "call_failed" not in {line["event"] for line in logs}
 
 
 async def test_calls_are_logged_without_what_was_said(sessions: Sessions) -> None:
