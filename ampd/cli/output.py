@@ -93,7 +93,10 @@ def print_table(views: Sequence[View], columns: Sequence[Column]) -> None:
         console.width = _WIDTH_WITHOUT_TERMINAL
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column.heading, justify="right" if column.right else "left")
+        # A terminal that is too narrow breaks cells; it never hides part of one.
+        table.add_column(
+            column.heading, justify="right" if column.right else "left", overflow="fold"
+        )
     for view in views:
         # As Text: a cell is data, never markup.
         table.add_row(*(Text(column.cell(view.get(column.key))) for column in columns))
