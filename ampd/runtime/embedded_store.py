@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import shutil
+import signal
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.runtime.children import tied_to_this_process
 
 START_TIMEOUT_S: Final = 10.0
 """Loading an append-only file included."""
@@ -30,19 +30,6 @@ PORT_ATTEMPTS: Final = 5
 
 _POLL_S: Final = 0.01
 _LOG_TAIL_CHARS: Final = 2000
-
-# The server must not outlive a parent that was killed. prctl acts on the process that calls it
-# and lasts over exec, hence this small step in between; only Linux knows it.
-_EXEC_WITH_PARENT: Final = """
-import ctypes, os, sys
-parent, command = int(sys.argv[1]), sys.argv[2:]
-if sys.platform == "linux":
-    PR_SET_PDEATHSIG, SIGTERM = 1, 15
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGTERM)
-    if os.getppid() != parent:
-        sys.exit(1)
-os.execv(command[0], command)
-"""
 
 
 class EmbeddedStore:
@@ -123,11 +110,12 @@ class EmbeddedStore:
         log = self._scratch / "valkey.log"
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), str(_binary()), "-"),
+                *tied_to_this_process([str(_binary()), "-"], signal.SIGTERM),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
+                # A Ctrl-C in the terminal is for its owner, which stops it last.
+                start_new_session=True,
             )
             await self._configure(process, port, log)
             if await self._wait_until_up(process, port):
