@@ -1,4 +1,4 @@
-"""One vLLM engine in its own process, spoken to over a unix socket (see `harness.py`).
+"""One vLLM engine in its own process, spoken to over a unix socket (see `engine_harness.py`).
 
 Arguments: socket path, pickled (settings, worker_id, incarnation) in hex.
 """

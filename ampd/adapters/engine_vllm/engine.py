@@ -191,9 +191,12 @@ class VllmEngine:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(command())
+                result = command()
             except AmpdError as error:
                 future.set_exception(error)
+                return
+            self._thread.refresh_stats()
+            future.set_result(result)
 
         self._thread.submit(run)
         return await asyncio.wrap_future(future)

@@ -57,6 +57,8 @@ class PinTable:
         self._loans: dict[str, str] = {}  # loan_id -> pin_id
         self._references: Counter[int] = Counter()  # block_id -> pins that hold it
         self._blocks: dict[int, Block] = {}
+        self.version = 0
+        """Counts the changes of what is pinned."""
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -90,6 +92,7 @@ class PinTable:
         expires_s = self._clock() + lease_s
         pin = Pin(uuid.uuid4().hex, tokens, held, lease_s, expires_s, release_on_read)
         self._pins[pin.pin_id] = pin
+        self.version += 1
         return pin
 
     def truncate(self, pin: Pin, tokens: int) -> None:
@@ -151,6 +154,7 @@ class PinTable:
         )
 
     def _drop_blocks(self, blocks: Sequence[Block]) -> None:
+        self.version += 1
         for block in blocks:
             self._references[block.block_id] -= 1
             if not self._references[block.block_id]:

@@ -15,6 +15,7 @@ def to_vllm(sampling: SamplingParams, transfer: Mapping[str, Any], *, has_tokeni
     AmpdError INVALID_FIELD `sampling...`: a value vLLM refuses, or text without a tokenizer.
     """
     from vllm import SamplingParams as VllmSamplingParams
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
     if not has_tokenizer:
@@ -45,8 +46,10 @@ def to_vllm(sampling: SamplingParams, transfer: Mapping[str, Any], *, has_tokeni
             output_kind=RequestOutputKind.DELTA,
             extra_args={"kv_transfer_params": dict(transfer)},
         )
-    except (ValueError, TypeError) as error:
-        raise invalid_field("sampling", str(error)) from error
+    except (VLLMClientError, ValueError, TypeError) as error:
+        name = getattr(error, "parameter", None)
+        field = f"sampling.{name}" if name else "sampling"
+        raise invalid_field(field, str(error)) from error
 
 
 def kept_tokens(

@@ -25,7 +25,7 @@ from ampd.adapters.engine_vllm.settings import (
     environment,
 )
 from ampd.core.cost_model import CostModel
-from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.errors import AmpdError, ErrorReason, invalid_field
 from ampd.core.model import FinishReason, KvHandle
 from ampd.ports import (
     EngineEvent,
@@ -40,8 +40,6 @@ from ampd.ports import (
 
 LENT_POLL_S: Final = 0.005
 PULL_POLL_S: Final = 0.001
-STATS_INTERVAL_S: Final = 0.02
-"""How old the statistics may be while the engine only computes."""
 STUCK_S: Final = 1.0
 """How long the only requests may wait for memory that nobody is about to free."""
 
@@ -87,7 +85,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="ampd-engine", daemon=True)
         self._ended = threading.Event()
         self._stuck_since_s = 0.0
-        self._stats_s = 0.0
+        self._stats_key: tuple[int, ...] = ()
         self._llm: Any = None
         self._scheduler: Any = None
         self._block_bytes = 0
@@ -172,7 +170,7 @@ class EngineThread:
             vocab_size=self._llm.model_config.get_vocab_size(),
         )
         self._capacity_blocks = kv_cache.num_blocks - 1
-        self._publish_stats()
+        self.refresh_stats()
         return info
 
     def _loop(self) -> None:
@@ -185,8 +183,7 @@ class EngineThread:
             if self._scheduler.has_requests():
                 self._take_outputs(self._llm.step())
                 self._end_if_stuck()
-            if self._outbox or time.monotonic() - self._stats_s > STATS_INTERVAL_S:
-                self._publish_stats()
+            self.refresh_stats()
             self._flush()
             wait_s = self._wait_s()
 
@@ -203,7 +200,6 @@ class EngineThread:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
-                self._publish_stats()
                 return True
 
     def _drain_commands(self) -> None:
@@ -252,13 +248,14 @@ class EngineThread:
             self._outbox.append((job, self.failure))
             self._flush()
             return
+        from vllm.exceptions import VLLMClientError
+
         try:
             job.internal_id = self._llm.add_request(
                 job.request_id, {"prompt_token_ids": job.tokens.tolist()}, job.sampling
             )
-        except ValueError as error:
-            refused = AmpdError(ErrorReason.INVALID_FIELD, f"vLLM refuses the request: {error}")
-            self._outbox.append((job, refused))
+        except (VLLMClientError, ValueError) as error:
+            self._outbox.append((job, invalid_field("sampling", f"vLLM refuses it: {error}")))
             return
         self._jobs[job.request_id] = job
 
@@ -381,20 +378,28 @@ class EngineThread:
             self._deliver(self._outbox)
             self._outbox = []
 
-    def _publish_stats(self) -> None:
+    def refresh_stats(self) -> None:
+        """Publish a snapshot if anything in it has changed."""
+        if self.failure is not None:
+            return
         scheduler = self._scheduler
         block_tokens = scheduler.block_size
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        pinned = scheduler.pins.pinned_blocks()
         running, waiting = scheduler.get_request_counts()
-        self._stats_s = time.monotonic()
+        pulled = scheduler.pulled_blocks_total
+        # Which blocks only pins hold changes with pins and with the running requests.
+        key = (free, running, waiting, pulled, scheduler.pins.version)
+        if key == self._stats_key:
+            return
+        self._stats_key = key
+        pinned = scheduler.pins.pinned_blocks()
         self.stats = EngineStats(
             kv_free_tokens=free * block_tokens,
             kv_used_tokens=(self._capacity_blocks - free - pinned) * block_tokens,
             kv_pinned_tokens=pinned * block_tokens,
             running_requests=running,
             waiting_requests=waiting,
-            pulled_bytes_total=scheduler.pulled_blocks_total * self._block_bytes,
+            pulled_bytes_total=pulled * self._block_bytes,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import pickle
 import socket
@@ -29,7 +30,8 @@ from ampd.ports import (
     StepSample,
 )
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
+"""Seconds on an idle machine; several test runs may share two cores."""
 
 
 def free_port() -> int:
@@ -52,6 +54,8 @@ class RemoteEngine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader_task: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Queue[tuple[str, Any]]] = {}
 
@@ -68,20 +72,28 @@ class RemoteEngine:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    async def disconnect(self) -> None:
-        """The engine process closes its engine and ends."""
-        self._writer.close()
-        await self._writer.wait_closed()
-        self._reader_task.cancel()
-
-    async def stop(self, timeout_s: float = 15.0) -> int:
-        """Its exit code; killed (and an error) if it takes longer."""
-        await self.disconnect()
+    async def stop(self, timeout_s: float = 30.0) -> int:
+        """Close the engine; the process's exit code. Killed if it takes longer."""
         try:
-            return await asyncio.to_thread(self.process.wait, timeout_s)
+            if self._writer is not None:
+                self._writer.close()
+                await self._writer.wait_closed()
+                return await asyncio.to_thread(self.process.wait, timeout_s)
+            return -1
         finally:
-            self.process.kill()
-            self._directory.cleanup()
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the process at once, as a crash does. Idempotent."""
+        self.process.kill()
+        await asyncio.to_thread(self.process.wait)
+        if self._reader_task is not None:
+            await asyncio.gather(self._reader_task, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+        self._directory.cleanup()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -101,6 +113,7 @@ class RemoteEngine:
             await stream.aclose()
 
     async def _stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        assert self._writer is not None
         number = next(self._numbers)
         replies = self._replies[number] = asyncio.Queue()
         engine_process.write_frame(self._writer, (number, method, args))
