@@ -9,7 +9,7 @@ from typing import Final
 
 import structlog
 
-from ampd.core.errors import AmpdError
+from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import PolicySpec, WorkerInfo, WorkerLoad
 from ampd.ports import Clock, StateStore
 
@@ -31,7 +31,7 @@ class Heartbeat:
 
     `load` is asked at every beat; `on_policy` is called when the policy's version or name
     changes. A store outage is survived: the lease runs out, and the next beat that gets
-    through registers the process again.
+    through registers the process again. A newer life under the same name ends this one.
     """
 
     def __init__(
@@ -82,6 +82,9 @@ class Heartbeat:
         try:
             policy = await self._store.heartbeat(self._info, self._load(), self._lease_s)
         except AmpdError as error:
+            if error.reason is ErrorReason.STALE_INCARNATION:
+                # A newer life has this worker's name: two of them must not serve under it.
+                raise
             self._log_failure(error)
             return
         if self._failures:

@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 from pydantic import Field, PositiveFloat
 
+from ampd.adapters.state_limits import DEFAULT_IDLE_TTL_S
 from ampd.adapters.state_redis import RedisStateStore
 from ampd.core.errors import AmpdError
 from ampd.core.model import PolicySpec
@@ -42,6 +43,8 @@ class ProcessSettings(ServiceSettings):
     """In front of every key: clusters with different prefixes may share a store."""
     store_timeout_s: PositiveFloat = 1.0
     """Longest store operation in seconds."""
+    store_session_ttl_s: PositiveFloat = DEFAULT_IDLE_TTL_S
+    """Seconds that an unused session stays in the store."""
     heartbeat_s: PositiveFloat = INTERVAL_S
     """Seconds between two publications of the load."""
     lease_s: PositiveFloat = LEASE_S
@@ -57,7 +60,10 @@ class ProcessSettings(ServiceSettings):
     def open_store(self) -> RedisStateStore:
         """The store; the caller closes it."""
         return RedisStateStore(
-            self.store_url, prefix=self.store_prefix, timeout_s=self.store_timeout_s
+            self.store_url,
+            prefix=self.store_prefix,
+            timeout_s=self.store_timeout_s,
+            idle_ttl_s=self.store_session_ttl_s,
         )
 
 

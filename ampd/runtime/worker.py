@@ -7,7 +7,7 @@ import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import structlog
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -17,9 +17,9 @@ from ampd.core.cost_model import CostModel, KvCost
 from ampd.core.errors import AmpdError
 from ampd.core.model import Role, WorkerInfo
 from ampd.ports import Engine, EngineInfo
-from ampd.profiling import profile_file
 from ampd.profiling.fit import fit_cost_model
-from ampd.profiling.measure import measure  # TEMP
+from ampd.profiling.measure import measure
+from ampd.profiling.profile_file import Profile, read_profile, write_profile
 from ampd.runtime.process import ProcessSettings
 
 log = structlog.get_logger(__name__)
@@ -105,20 +105,17 @@ async def cost_model(engine: Engine, settings: WorkerSettings) -> CostModel:
     Raises INVALID_FIELD or OSError for a profile that is set and cannot be used.
     """
     if settings.profile is not None:
-        return profile_file.read_profile(settings.profile).cost
-    identity = {
-        "model": Path(settings.model).name,
-        "device": f"{settings.device.value}-{settings.threads}",
-        "engine": engine.info.engine,
-        "tp": settings.tensor_parallel,
-    }
+        return read_profile(settings.profile).cost
+    model = Path(settings.model).name
+    device = f"{settings.device.value}-{settings.threads}"
+    engine_name, tp = engine.info.engine, settings.tensor_parallel
     kept = None
     if settings.profile_dir is not None:
-        kept = settings.profile_dir / f"{_file_name(identity)}.yaml"
+        kept = settings.profile_dir / f"{_file_name(model, device, engine_name, str(tp))}.yaml"
         if kept.exists():
             try:
-                profile = profile_file.read_profile(kept)
-                if profile.fits(**identity):
+                profile = read_profile(kept)
+                if profile.fits(model=model, device=device, engine=engine_name, tp=tp):
                     return profile.cost
             except (AmpdError, OSError) as error:
                 log.warning("profile_ignored", path=str(kept), error=str(error))
@@ -133,12 +130,17 @@ async def cost_model(engine: Engine, settings: WorkerSettings) -> CostModel:
         median_error=round(report.mixed.median_error, 3),
     )
     if kept is not None:
-        profile_file.write_profile(
-            kept,
-            profile_file.Profile(
-                cost=cost, fit=report, samples=tuple(samples), provenance=_provenance(), **identity
-            ),
+        profile = Profile(
+            model=model,
+            device=device,
+            engine=engine_name,
+            tp=tp,
+            cost=cost,
+            fit=report,
+            samples=tuple(samples),
+            provenance=_provenance(),
         )
+        write_profile(kept, profile)
     return cost
 
 
@@ -162,8 +164,8 @@ def worker_info(
     )
 
 
-def _file_name(identity: dict[str, Any]) -> str:
-    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", str(part)) for part in identity.values())
+def _file_name(*parts: str) -> str:
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts)
 
 
 def _provenance() -> dict[str, str]:

@@ -66,12 +66,14 @@ class ResidentSession:
 
 @dataclass(slots=True)
 class RunningRound:
-    """A round in the making; `task` carries it out."""
+    """A round in the making; `task` carries it out. `events` holds at most what a round has:
+    its tokens, bounded by max_tokens, and a few more."""
 
     order: RoundOrder
-    task: asyncio.Task[object]
     prompt: Tokens
     started_s: float
+    task: asyncio.Task[None] | None = None
+    events: asyncio.Queue[RoundEvent | Exception] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     superseded: AmpdError | None = None
     """Why another call ended this round; the task is cancelled with it."""
@@ -125,31 +127,43 @@ class Home:
             AmpdError(ErrorReason.SESSION_CONFLICT, "a newer round of the session has begun"),
         )
         session, round_ = self._admit(order)
-        settled = False
+        # A task of its own, so that another call can end the round and nothing else.
+        round_.task = asyncio.create_task(self._carry_out(session, round_))
+        try:
+            while True:
+                event = await round_.events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            round_.task.cancel()
+            await asyncio.wait([round_.task])
+
+    async def _carry_out(self, session: ResidentSession, round_: RunningRound) -> None:
+        """Prefill, decode, settle; on any other end the session is as before the round."""
+        order, emit = round_.order, round_.events.put_nowait
         try:
             await self._release_pins()
-            yield Accepted(history_rebuilt=order.keep_history_tokens > 0 and session.kv is None)
+            emit(Accepted(history_rebuilt=order.keep_history_tokens > 0 and session.kv is None))
             async with aclosing(self._tasks.prefill(order, round_.prompt, session.kv)) as places:
                 async for place in places:
                     if isinstance(place, Rerouted):
-                        yield place
+                        emit(place)
                     else:
                         round_.computed = place
-            async with aclosing(self._decode(round_)) as events:
-                async for event in events:
-                    if isinstance(event, TokensOut):
-                        yield event
-                    else:
-                        finished = await self._settle(session, round_, *event)
-                        settled = True
-                        yield finished
+            stats, done = await self._decode(round_)
+            emit(self._settle(session, round_, stats, done))
+            await self._release_pins()
         except asyncio.CancelledError:
-            if round_.superseded is None:
-                raise
-            round_.task.uncancel()
-            raise round_.superseded from None
+            if round_.superseded is not None:
+                emit(round_.superseded)
+            raise
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            emit(error)
         finally:
-            if not settled:
+            if session.round is round_:
                 self._discard(session, round_)
             round_.ended.set()
 
@@ -173,10 +187,8 @@ class Home:
         for evicted in self._ledger.admit(demand, now_s):
             self._unpin(self._sessions[evicted])
         self._sessions[order.session_id] = session
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - a generator's step always runs in a task
         session.last_used_s = now_s
-        session.round = RunningRound(order, task, prompt, started_s=now_s)
+        session.round = RunningRound(order, prompt, started_s=now_s)
         return session, session.round
 
     def _resident(self, order: RoundOrder) -> ResidentSession:
@@ -205,15 +217,13 @@ class Home:
             last_used_s=self._clock(),
         )
 
-    async def _decode(
-        self, round_: RunningRound
-    ) -> AsyncGenerator[TokensOut | tuple[PrefillStats, GenerateDone], None]:
-        """Run the engine; keep the round's token times. Ends with the engine's last word."""
+    async def _decode(self, round_: RunningRound) -> tuple[PrefillStats, GenerateDone]:
+        """Run the engine and pass its tokens on; what its prefill and its end came to."""
         order = round_.order
         kv = round_.computed.report.kv if round_.computed is not None else None
         stats = PrefillStats()
         request = GenerateRequest(
-            request_id=f"{order.session_id}/{order.round_index}/{id(round_):x}",
+            request_id=f"{order.session_id}/{order.round_index}",
             tokens=round_.prompt,
             kv=kv,
             sampling=order.sampling,
@@ -228,9 +238,10 @@ class Home:
                     case TokensOut():
                         round_.output.extend(event.token_ids)
                         self._clock_tokens(round_, len(event.token_ids))
-                        yield event
+                        round_.events.put_nowait(event)
                     case GenerateDone():
-                        yield stats, event
+                        return stats, event
+        raise AmpdError(ErrorReason.ENGINE_FAILED, "the engine ended the round without a word")
 
     def _clock_tokens(self, round_: RunningRound, count: int) -> None:
         now_s = self._clock()
@@ -243,7 +254,7 @@ class Home:
         round_.gaps_s.extend([0.0] * (count - 1))
         round_.last_token_s = now_s
 
-    async def _settle(
+    def _settle(
         self,
         session: ResidentSession,
         round_: RunningRound,
@@ -257,14 +268,13 @@ class Home:
         session.rounds += 1
         session.round = None
         session.last_used_s = self._clock()
-        old, session.kv = session.kv, done.kv
+        self._unpin(session)
+        session.kv = done.kv
         self._ledger.settle(
             session.session_id,
             history_tokens=len(session.tokens),
             lease_end_s=session.last_used_s + self._limits.kv_lease_s,
         )
-        if old is not None:
-            await self._engine.release(old)
         timings = self._timings(round_, stats)
         return Finished(
             finish_reason=done.finish_reason,
@@ -328,9 +338,10 @@ class Home:
         if session is None or session.round is None:
             return
         round_ = session.round
-        round_.superseded = error
-        round_.task.cancel()
-        await round_.ended.wait()
+        if round_.task is not None:
+            round_.superseded = error
+            round_.task.cancel()
+            await round_.ended.wait()
 
     async def release(self, session_id: str) -> None:
         """Free all that the session holds here, its running round included. Idempotent."""
