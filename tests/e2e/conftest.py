@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from cluster_keeper import ClusterKeeper
 from engine_harness import RemoteEngine, free_port
 
 from ampd.adapters.engine_vllm.settings import VllmSettings
@@ -53,6 +54,29 @@ async def cluster(
     )
     async with LocalCluster(spec, tmp_path_factory.mktemp("cluster"), progress=print) as started:
         yield started
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def keeper(
+    model: Path, profile_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ClusterKeeper]:
+    """For a small cluster that may be broken: one worker of each kind, two coordinators.
+
+    Each worker has KV for one session as long as the model takes, and no more.
+    """
+    spec = ClusterSpec(
+        model=model,
+        coordinators=2,
+        max_model_tokens=2 * MAX_MODEL_TOKENS,
+        # 2 KiB a token; vLLM keeps one block for itself.
+        kv_cache_bytes=(2 * MAX_MODEL_TOKENS + BLOCK_TOKENS) * 2048,
+        ttft_slo_s=30.0,
+        itl_slo_s=2.0,
+        profile_dir=profile_dir,
+    )
+    keeper = ClusterKeeper(spec, tmp_path_factory.mktemp("kept"))
+    yield keeper
+    await keeper.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
