@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from typing import Final
 
 from ampd.adapters.peers_grpc import GrpcPeers, SelfAddress
 from ampd.core.model import Role
@@ -23,6 +25,8 @@ from services.prefill.settings import PrefillSettings
 from services.prefill.worker import PrefillWorker
 
 PROGRAM = "ampd-prefill"
+HANDOVER_S: Final = 6.0
+"""What homes get, in a drain, to read the last results: longer than any transfer takes."""
 
 
 async def serve(settings: PrefillSettings, shutdown: Shutdown) -> None:
@@ -74,6 +78,9 @@ async def serve(settings: PrefillSettings, shutdown: Shutdown) -> None:
                 heartbeat.beat_now()
                 await server.drain()
                 await until_idle(lambda: worker.busy)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(HANDOVER_S):
+                        await until_idle(lambda: worker.lending)
 
 
 def main() -> None:

@@ -183,6 +183,11 @@ class PrefillWorker:
         """Whether it has accepted tasks that are not finished."""
         return bool(len(self._queue) or self._taken)
 
+    @property
+    def lending(self) -> bool:
+        """Whether a home has yet to read a result: all that its engine pins."""
+        return self._engine.stats().kv_pinned_tokens > 0
+
     # --- load --------------------------------------------------------------------------------
 
     def load(self) -> WorkerLoad:
