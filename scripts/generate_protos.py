@@ -14,7 +14,9 @@ PACKAGES = ("ampd/v1", "ampd/worker/v1")
 
 def generate(out: Path) -> None:
     """Write the generated modules below `out`: proto path == Python path."""
-    protos = sorted(str(path.relative_to(ROOT / "protos")) for path in ROOT.glob("protos/**/*.proto"))
+    protos = sorted(
+        str(path.relative_to(ROOT / "protos")) for path in ROOT.glob("protos/**/*.proto")
+    )
     bin_dir = Path(sys.executable).parent
     subprocess.run(
         [
@@ -50,7 +52,9 @@ def main() -> int:
             generate(Path(folder))
             fresh, committed = modules(Path(folder)), modules(ROOT)
         stale = sorted(
-            name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name)
+            name
+            for name in fresh.keys() | committed.keys()
+            if fresh.get(name) != committed.get(name)
         )
         for name in stale:
             print(f"stale: {name} (run `make protos`)", file=sys.stderr)
