@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
 
-from ampd.core import binding, lifecycle
-from ampd.core.errors import AmpdError, ErrorReason, invalid_field
+from ampd.core import lifecycle
+from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import RunningRound, SessionRecord
 from ampd.core.model import (
     Accepted,
@@ -26,31 +25,27 @@ from ampd.core.model import (
     Binding,
     Finished,
     PolicySpec,
-    PrefillTarget,
     Rerouted,
     Role,
     RoundOrder,
     RoundRecord,
-    RouteDecision,
-    SamplingParams,
     WorkerInfo,
     WorkerView,
 )
-from ampd.core.placements import Placement, RecentPlacements
-from ampd.core.routing import RouteTask, route
 from ampd.ports import (
-    ChatMessage,
     Clock,
     Homes,
     RoundContext,
     SessionWrites,
     StateStore,
     Tokenizer,
-    Tokens,
     TokensOut,
 )
 from ampd.wire.generate import RoundRequest
+from services.coordinator.increment import Increments
+from services.coordinator.placing import Placer
 from services.coordinator.replay import RoundOutcome, RoundPlaced, decode_outcome, encode_outcome
+from services.coordinator.round import Round, placed
 from services.coordinator.settings import RoundLimits
 
 log = structlog.get_logger(__name__)
@@ -67,32 +62,6 @@ class Identity:
 
     worker_id: str
     incarnation: int
-
-
-@dataclass(slots=True)
-class _Round:
-    """What `run_round` knows of its round while it runs."""
-
-    request_id: str
-    """The client's, or one made here."""
-    attempt_id: str
-    replayable: bool
-    """Whether the client gave it."""
-    created_s: float
-    created_unix_s: float
-    session: SessionRecord
-    """As it stands in the store: every write replaces it."""
-    increment: Tokens
-    sampling: SamplingParams
-    homes: tuple[tuple[WorkerView, BindDecision | None], ...]
-    """Where to try, in order; with a decision where that would be a new binding."""
-    prefill: tuple[WorkerView, ...]
-    policy: PolicySpec
-    round_index: int
-    deadline_s: float | None = None
-    record: RoundRecord | None = None
-    output: Tokens = field(default_factory=lambda: array("I"))
-    text: list[str] = field(default_factory=list)
 
 
 class Coordinator:
@@ -114,13 +83,14 @@ class Coordinator:
         self._identity = identity
         self._store = store
         self._homes = homes
-        self._tokenizer = tokenizer
         self._limits = limits
+        self._increments = Increments(tokenizer, store, inline_chars=limits.tokenise_inline_chars)
+        self._placer = Placer(
+            clock=clock, tie_seed=tie_seed, max_prefill_attempts=limits.max_prefill_attempts
+        )
         self._default_policy = default_policy
         self._clock = clock
         self._wall_clock = wall_clock
-        self._tie_seed = tie_seed
-        self._recent = RecentPlacements()
         self._live: set[str] = set()
         """attempt_ids of the rounds that run here: a mark of ours without one is void."""
         self.running_rounds = 0
@@ -153,9 +123,7 @@ class Coordinator:
                 for event in decode_outcome(context.replay).events():
                     yield event
                 return
-            round_ = await self._advance(session, context, request, created_s)
-            if timeout_s is not None:
-                round_.deadline_s = created_s + timeout_s
+            round_ = await self._advance(session, context, request, created_s, timeout_s)
             settled = False
             try:
                 async with aclosing(self._execute(round_)) as events:
@@ -179,12 +147,13 @@ class Coordinator:
         context: RoundContext,
         request: RoundRequest,
         created_s: float,
-    ) -> _Round:
+        timeout_s: float | None,
+    ) -> Round:
         now_unix_s = self._wall_clock()
         policy = context.policy or self._default_policy
         keep = request.keep_history_tokens
         keep = session.history_tokens if keep is None else keep
-        increment = await self._tokenise(session, request, keep)
+        increment = await self._increments.tokens(session, request, keep)
         decode = tuple(view for view in context.workers if view.info.role is Role.DECODE)
         max_model_tokens = max((view.info.max_model_tokens for view in decode), default=0)
         if not decode:
@@ -206,16 +175,17 @@ class Coordinator:
             max_model_tokens=max_model_tokens,
             now_unix_s=now_unix_s,
         )
-        round_ = _Round(
+        round_ = Round(
             request_id=running.request_id,
             attempt_id=running.attempt_id,
             replayable=bool(request.request_id),
             created_s=created_s,
             created_unix_s=now_unix_s,
+            deadline_s=None if timeout_s is None else created_s + timeout_s,
             session=begun,
             increment=increment,
             sampling=sampling,
-            homes=self._homes_to_try(begun, running, decode),
+            homes=self._placer.homes(begun, running, decode),
             prefill=tuple(view for view in context.workers if view.info.role is Role.PREFILL),
             policy=policy,
             round_index=begun.rounds,
@@ -240,48 +210,9 @@ class Coordinator:
             return running.attempt_id in self._live
         return any(Identity(v.info.worker_id, v.info.incarnation) == owner for v in workers)
 
-    async def _tokenise(self, session: SessionRecord, request: RoundRequest, keep: int) -> Tokens:
-        """The increment as tokens, once and for good; a long one off the event loop."""
-        if request.token_ids is not None:
-            return request.token_ids
-        last_token_id = session.last_token_id
-        if 0 < keep < session.history_tokens:
-            last_token_id = (await self._store.read_history(session.session_id, keep - 1, keep))[0]
-        text, messages = request.text, request.messages
-        size = len(text) if text is not None else sum(len(m.content) for m in messages)
-        encode = _encoder(self._tokenizer, text, messages, keep == 0, last_token_id)
-        if size > self._limits.tokenise_inline_chars:
-            tokens = await asyncio.to_thread(encode)
-        else:
-            tokens = encode()
-        if not tokens:
-            raise invalid_field("increment", "it has no tokens")
-        return tokens
-
-    def _homes_to_try(
-        self, session: SessionRecord, running: RunningRound, decode: Sequence[WorkerView]
-    ) -> tuple[tuple[WorkerView, BindDecision | None], ...]:
-        """The session's home if it lives; else where binding would put it, best first."""
-        for view in decode:
-            if session.home == Binding(view.info.worker_id, view.info.incarnation):
-                return ((view, None),)
-        prompt_tokens = running.keep_history_tokens + running.increment_tokens
-        decisions = binding.bind(
-            self._recent.shown_in(decode, self._clock()),
-            prompt_tokens=prompt_tokens,
-            max_tokens=running.max_tokens,
-            footprint=binding.resident_footprint(decode),
-        )
-        best = decisions[0]
-        self._recent.add(
-            Placement(best.worker_id, self._clock(), reserved_tokens=best.footprint_tokens)
-        )
-        by_id = {view.info.worker_id: view for view in decode}
-        return tuple((by_id[decision.worker_id], decision) for decision in decisions)
-
     # --- place and execute -----------------------------------------------------------------
 
-    async def _execute(self, round_: _Round) -> AsyncGenerator[RoundStreamEvent, None]:
+    async def _execute(self, round_: Round) -> AsyncGenerator[RoundStreamEvent, None]:
         """Try the homes in order until one accepts the round; stream what it does."""
         for attempt, (home, bind) in enumerate(round_.homes):
             last = attempt + 1 == len(round_.homes)
@@ -305,13 +236,13 @@ class Coordinator:
                 log.warning("home_refused", home=home.info.worker_id, reason=error.reason)
 
     async def _run_at(
-        self, round_: _Round, home: WorkerView, bind: BindDecision | None
+        self, round_: Round, home: WorkerView, bind: BindDecision | None
     ) -> AsyncGenerator[RoundStreamEvent, None]:
-        decision = self._route(round_, home, rebuilt=bind is not None)
+        decision = self._placer.route(round_, home, rebuilt=bind is not None)
         round_.record = RoundRecord(
             round_index=round_.round_index,
             request_id=round_.request_id,
-            history_tokens=_keep(round_),
+            history_tokens=round_.keep_history_tokens,
             increment_tokens=len(round_.increment),
             history_rebuilt=False,
             decode_worker=home.info.worker_id,
@@ -332,12 +263,13 @@ class Coordinator:
             policy=decision.policy,
             predicted_ttft_s=round(decision.predicted_ttft_s, 6),
         )
-        order = self._order(round_, home, decision)
+        footprint_tokens = bind.footprint_tokens if bind is not None else 0
+        order = self._placer.order(round_, decision, footprint_tokens)
         if bind is not None and order.keep_history_tokens:
             order = await self._with_history(order)
         accepted = False
         while True:
-            timeout_s = round_.deadline_s and max(0.0, round_.deadline_s - self._clock())
+            timeout_s = round_.time_left_s(self._clock())
             try:
                 async with aclosing(
                     self._homes.home(home.info).run_round(order, timeout_s)
@@ -351,14 +283,14 @@ class Coordinator:
                                 round_.record = replace(
                                     round_.record, history_rebuilt=event.history_rebuilt
                                 )
-                                yield _placed(round_.record)
+                                yield placed(round_.record)
                             case Rerouted():
                                 round_.record = replace(
                                     round_.record,
                                     reason=event.reason,
                                     prefill_worker=event.prefill_worker,
                                 )
-                                yield _placed(round_.record)
+                                yield placed(round_.record)
                             case TokensOut():
                                 round_.output.extend(event.token_ids)
                                 round_.text.append(event.text)
@@ -377,56 +309,11 @@ class Coordinator:
                 # history from the store and rebuilds the KV.
                 order = await self._with_history(order)
 
-    def _route(self, round_: _Round, home: WorkerView, *, rebuilt: bool) -> RouteDecision:
-        """Where to prefill. A session that is new to its home has no history KV there."""
-        keep = _keep(round_)
-        task = RouteTask(
-            history_tokens=0 if rebuilt else keep,
-            increment_tokens=len(round_.increment) + (keep if rebuilt else 0),
-            slo=round_.session.slo,
-            cached_tokens=dict(round_.session.prefix_holders),
-        )
-        now_s = self._clock()
-        (home, *prefill) = self._recent.shown_in((home, *round_.prefill), now_s)
-        decision = route(
-            task,
-            home=home,
-            prefill_workers=prefill,
-            policy=round_.policy,
-            tie_seed=self._tie_seed(),
-        )
-        chosen = decision.prefill_worker or home.info.worker_id
-        compute_s = next((c.compute_s for c in decision.candidates if c.worker_id == chosen), 0.0)
-        self._recent.add(Placement(chosen, now_s, prefill_s=compute_s))
-        return decision
-
-    def _order(self, round_: _Round, home: WorkerView, decision: RouteDecision) -> RoundOrder:
-        by_id = {view.info.worker_id: view.info for view in round_.prefill}
-        names = (decision.prefill_worker, *decision.fallbacks) if decision.prefill_worker else ()
-        bind = round_.record.bind if round_.record else None
-        return RoundOrder(
-            session_id=round_.session.session_id,
-            request_id=round_.request_id,
-            round_index=round_.round_index,
-            keep_history_tokens=_keep(round_),
-            increment=round_.increment,
-            history=None,
-            sampling=round_.sampling,
-            slo=round_.session.slo,
-            created_s=round_.created_s,
-            targets=tuple(
-                PrefillTarget(name, by_id[name].incarnation, by_id[name].address)
-                for name in names[: self._limits.max_prefill_attempts]
-            ),
-            reason=decision.reason,
-            footprint_tokens=bind.footprint_tokens if bind else 0,
-        )
-
     async def _with_history(self, order: RoundOrder) -> RoundOrder:
         history = await self._store.read_history(order.session_id, 0, order.keep_history_tokens)
         return replace(order, history=history)
 
-    async def _bind(self, round_: _Round, home: WorkerInfo) -> None:
+    async def _bind(self, round_: Round, home: WorkerInfo) -> None:
         """The home has accepted: write the binding, unless another writer was faster."""
         bound = lifecycle.bind(round_.session, _binding(home))
         if not await self._store.compare_and_set(bound, round_.session.version):
@@ -435,7 +322,7 @@ class Coordinator:
 
     # --- settle or discard -----------------------------------------------------------------
 
-    async def _settle(self, round_: _Round, finished: Finished) -> None:
+    async def _settle(self, round_: Round, finished: Finished) -> None:
         """Make increment and kept output the session's history, with the round's record and
         the answer that a repeated request_id gets, all or nothing."""
         assert round_.record is not None  # noqa: S101 - set before the first event
@@ -455,9 +342,9 @@ class Coordinator:
             prefilled_by=record.prefill_worker,
             now_unix_s=self._wall_clock(),
         )
-        outcome = RoundOutcome(_placed(record), list(round_.output), "".join(round_.text), finished)
+        outcome = RoundOutcome(placed(record), list(round_.output), "".join(round_.text), finished)
         writes = SessionWrites(
-            tokens_offset=_keep(round_),
+            tokens_offset=round_.keep_history_tokens,
             tokens=tokens,
             round=record,
             replay_request_id=round_.request_id if round_.replayable else "",
@@ -467,7 +354,7 @@ class Coordinator:
             raise conflict(round_.session.session_id)
         round_.session = settled
 
-    async def _discard(self, round_: _Round) -> None:
+    async def _discard(self, round_: Round) -> None:
         """The round did not end well: the session is idle again, its history as before.
 
         A store that is down is tried for a while; then the mark stays, and is void for this
@@ -502,39 +389,5 @@ def conflict(session_id: str) -> AmpdError:
     )
 
 
-def _keep(round_: _Round) -> int:
-    return lifecycle.require_running(round_.session).keep_history_tokens
-
-
 def _binding(info: WorkerInfo) -> Binding:
     return Binding(info.worker_id, info.incarnation)
-
-
-def _placed(record: RoundRecord) -> RoundPlaced:
-    return RoundPlaced(
-        round_index=record.round_index,
-        route=record.route,
-        reason=record.reason,
-        prefill_worker=record.prefill_worker,
-        decode_worker=record.decode_worker,
-        history_tokens=record.history_tokens,
-        increment_tokens=record.increment_tokens,
-        history_rebuilt=record.history_rebuilt,
-    )
-
-
-def _encoder(
-    tokenizer: Tokenizer,
-    text: str | None,
-    messages: Sequence[ChatMessage],
-    first: bool,
-    last_token_id: int | None,
-) -> Callable[[], Tokens]:
-    def encode() -> Tokens:
-        if text is not None:
-            return tokenizer.encode_text(text, first=first)
-        return tokenizer.encode_messages(
-            messages, first=first, last_token_id=None if first else last_token_id
-        )
-
-    return encode

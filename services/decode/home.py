@@ -10,11 +10,9 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
 
 import structlog
 
-from ampd.core import slo as slo_core
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.kv_ledger import KvLedger, RoundDemand
@@ -27,8 +25,6 @@ from ampd.core.model import (
     Rerouted,
     RoundEvent,
     RoundOrder,
-    RoundTimings,
-    RoundUsage,
     WorkerLoad,
 )
 from ampd.core.policies import number
@@ -41,50 +37,13 @@ from ampd.ports import (
     GenerateRequest,
     PrefillDone,
     PrefillReport,
-    Tokens,
     TokensOut,
 )
+from services.decode.round import ResidentSession, RunningRound
 from services.decode.settings import HomeLimits
-from services.decode.tasks import ComputedPrefill, PrefillTasks
+from services.decode.tasks import PrefillTasks
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class ResidentSession:
-    """A session that lives here: the truth of its tokens, and the pin on its KV."""
-
-    session_id: str
-    tokens: Tokens
-    rounds: int
-    """Rounds settled: an order for another round means that this copy is not the session's."""
-    last_used_s: float
-    kv: KvHandle | None = None
-    """None: no KV is pinned (new, evicted, or its lease ended)."""
-    round: RunningRound | None = None
-
-
-@dataclass(slots=True)
-class RunningRound:
-    """A round in the making; `task` carries it out. `events` holds at most what a round has:
-    its tokens, bounded by max_tokens, and a few more."""
-
-    order: RoundOrder
-    prompt: Tokens
-    started_s: float
-    task: asyncio.Task[None] | None = None
-    events: asyncio.Queue[RoundEvent | Exception] = field(default_factory=asyncio.Queue)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    superseded: AmpdError | None = None
-    """Why another call ended this round; the task is cancelled with it."""
-    output: Tokens = field(default_factory=lambda: array("I"))
-    gaps_s: list[float] = field(default_factory=list)
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    computed: ComputedPrefill | None = None
-    """What a prefill worker computed; None: prefilled here."""
-    taken: bool = False
-    """Whether the engine has taken it."""
 
 
 class Home:
@@ -153,6 +112,7 @@ class Home:
                         emit(place)
                     else:
                         round_.computed = place
+            round_.prefills_here = round_.computed is None
             stats, done = await self._decode(round_)
             emit(self._settle(session, round_, stats, done))
             await self._release_pins()
@@ -172,9 +132,10 @@ class Home:
         order comes between."""
         if self.draining:
             raise AmpdError(ErrorReason.DRAINING, f"{self._worker_id} is draining")
-        session = self._resident(order)
-        if session.round is not None:
+        current = self._sessions.get(order.session_id)
+        if current is not None and current.round is not None:
             raise AmpdError(ErrorReason.ROUND_RUNNING, f"{order.session_id} has a running round")
+        session = self._resident(order)
         prompt = session.tokens[: order.keep_history_tokens] + order.increment
         demand = RoundDemand(
             session_id=order.session_id,
@@ -234,25 +195,16 @@ class Home:
                 match event:
                     case PrefillDone():
                         stats = event.stats
-                        round_.taken = True
+                        round_.taken, round_.prefills_here = True, False
                     case TokensOut():
-                        round_.output.extend(event.token_ids)
-                        self._clock_tokens(round_, len(event.token_ids))
+                        now_s = self._clock()
+                        gap_s = round_.count_tokens(event.token_ids, now_s)
+                        if gap_s is not None:
+                            self._itl.add(now_s, gap_s)
                         round_.events.put_nowait(event)
                     case GenerateDone():
                         return stats, event
         raise AmpdError(ErrorReason.ENGINE_FAILED, "the engine ended the round without a word")
-
-    def _clock_tokens(self, round_: RunningRound, count: int) -> None:
-        now_s = self._clock()
-        if round_.last_token_s is None:
-            round_.first_token_s = now_s
-        else:
-            round_.gaps_s.append(now_s - round_.last_token_s)
-            self._itl.add(now_s, now_s - round_.last_token_s)
-        # Tokens of one step arrive at once: no time lies between them.
-        round_.gaps_s.extend([0.0] * (count - 1))
-        round_.last_token_s = now_s
 
     def _settle(
         self,
@@ -275,44 +227,15 @@ class Home:
             history_tokens=len(session.tokens),
             lease_end_s=session.last_used_s + self._limits.kv_lease_s,
         )
-        timings = self._timings(round_, stats)
-        return Finished(
-            finish_reason=done.finish_reason,
-            stop_reason=done.stop_reason,
-            usage=_usage(round_, stats, done),
-            timings=timings,
-            attained=slo_core.round_attains(round_.order.slo, timings),
-            history_tokens=len(session.tokens),
-        )
-
-    def _timings(self, round_: RunningRound, stats: PrefillStats) -> RoundTimings:
-        created_s = round_.order.created_s
-        first_s = round_.first_token_s if round_.first_token_s is not None else created_s
-        last_s = round_.last_token_s if round_.last_token_s is not None else created_s
-        common = RoundTimings(
-            ttft_s=first_s - created_s,
-            itl_mean_s=slo_core.mean_s(round_.gaps_s),
-            itl_p95_s=slo_core.p95_s(round_.gaps_s),
-            itl_max_s=slo_core.max_s(round_.gaps_s),
-            total_s=last_s - created_s,
-        )
-        if round_.computed is None:
-            waited_s = max(0.0, first_s - created_s - stats.compute_s)
-            return replace(common, queue_s=waited_s, compute_s=stats.compute_s)
-        report = round_.computed.report
-        return replace(
-            common,
-            queue_s=report.queue_s,
-            read_s=report.stats.read_s,
-            compute_s=report.stats.compute_s,
-            return_s=stats.read_s,
-        )
+        return round_.finished(stats, done)
 
     def _discard(self, session: ResidentSession, round_: RunningRound) -> None:
         """The round did not end well: the session and its pinned history are as before it."""
         self._ledger.discard(session.session_id)
         session.round = None
         session.last_used_s = self._clock()
+        if not session.tokens:
+            self._sessions.pop(session.session_id, None)
         if round_.computed is not None and not round_.taken:
             self._tasks.void(round_.computed.target, round_.computed.task_id)
 
@@ -402,7 +325,7 @@ class Home:
         """What binding and routing need to know of this worker now."""
         now_s = self._clock()
         rounds = [s.round for s in self._sessions.values() if s.round is not None]
-        local = [r for r in rounds if r.first_token_s is None and not r.order.targets]
+        local = [r for r in rounds if r.prefills_here]
         decoding = [r for r in rounds if r.first_token_s is not None]
         waits_s = [now_s - r.last_token_s for r in decoding if r.last_token_s is not None]
         return WorkerLoad(
@@ -420,20 +343,3 @@ class Home:
             kv_running_tokens=self._ledger.running_tokens,
             kv_reserved_tokens=self._ledger.reserved_tokens,
         )
-
-
-def _usage(round_: RunningRound, stats: PrefillStats, done: GenerateDone) -> RoundUsage:
-    remote = round_.computed.report.stats if round_.computed is not None else PrefillStats()
-    return RoundUsage(
-        history_tokens=round_.order.keep_history_tokens,
-        increment_tokens=len(round_.order.increment),
-        output_tokens=done.output_tokens,
-        kept_output_tokens=done.kept_output_tokens,
-        prefill_computed_tokens=remote.computed_tokens,
-        decode_computed_tokens=stats.computed_tokens,
-        decode_cached_tokens=stats.cached_tokens,
-        history_pulled_tokens=remote.pulled_tokens,
-        history_pulled_bytes=remote.pulled_bytes,
-        increment_pulled_tokens=stats.pulled_tokens,
-        increment_pulled_bytes=stats.pulled_bytes,
-    )
