@@ -57,6 +57,7 @@ class Home:
         tasks: PrefillTasks,
         cost: CostModel,
         limits: HomeLimits,
+        chores: asyncio.TaskGroup,
         clock: Clock,
     ) -> None:
         self._worker_id = worker_id
@@ -64,12 +65,13 @@ class Home:
         self._tasks = tasks
         self._cost = cost
         self._limits = limits
+        self._chores = chores
         self._clock = clock
         self._sessions: dict[str, ResidentSession] = {}
         self._ledger = KvLedger(
             capacity_tokens=engine.info.kv_capacity_tokens, block_tokens=engine.info.block_tokens
         )
-        self._pins_to_release: list[KvHandle] = []
+        self._unpinned: list[KvHandle] = []
         self._itl = MeanWindow()
         self.draining = False
 
@@ -303,12 +305,15 @@ class Home:
     def _unpin(self, session: ResidentSession) -> None:
         """Mark the session's pin for release: deciding is synchronous, releasing is not."""
         if session.kv is not None:
-            self._pins_to_release.append(session.kv)
+            self._unpinned.append(session.kv)
             session.kv = None
 
     async def _release_pins(self) -> None:
-        while self._pins_to_release:
-            await self._engine.release(self._pins_to_release.pop())
+        """Release what was unpinned. A caller that is cancelled stops waiting, not releasing."""
+        releases = [self._chores.create_task(self._engine.release(kv)) for kv in self._unpinned]
+        self._unpinned.clear()
+        if releases:
+            await asyncio.wait(releases)
 
     def apply_policy(self, policy: PolicySpec) -> None:
         """The policy in force from now on: its window is this worker's."""

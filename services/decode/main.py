@@ -62,6 +62,7 @@ async def serve(settings: DecodeSettings, shutdown: Shutdown) -> None:
                 tasks=tasks,
                 cost=cost,
                 limits=settings.limits(),
+                chores=chores,
                 clock=time.monotonic,
             )
             home.apply_policy(policy)

@@ -134,7 +134,7 @@ class PrefillTasks:
         finally:
             del self._offered[task.task_id]
             if offered.lent is not None:
-                await self._engine.reclaim(offered.lent)
+                self._chores.create_task(self._engine.reclaim(offered.lent), name="reclaim")
 
     async def _outcome(self, offered: OfferedTask, peer: PrefillPeer) -> PrefillReport:
         limits = self._limits

@@ -144,6 +144,7 @@ async def setup(vllm_pair: Pair) -> AsyncIterator[Setup]:
             tasks=tasks,
             cost=CostModel(),
             limits=HomeLimits(),
+            chores=chores,
             clock=time.monotonic,
         )
         worker = PrefillWorker(
