@@ -29,7 +29,7 @@ class Policy(_message.Message):
     name: _builtins.str
     """"ampd-paper", "always-remote" or "always-local"."""
     version: _builtins.int
-    """Counts the changes: 0 is the policy the coordinator was started with."""
+    """Counts the changes; 1 is the policy that the cluster was started with."""
     @_builtins.property
     def settings(self) -> _struct_pb2.Struct:
         """The policy's settings by name; one that it does not know, or out of range, is
