@@ -12,6 +12,7 @@ const [address = '127.0.0.1:7070', rounds = '3'] = process.argv.slice(2);
 
 const definition = protoLoader.loadSync('ampd/v1/session_service.proto', {
   includeDirs: [PROTOS],
+  keepCase: true,
   enums: String,
   longs: Number,
   defaults: true,

@@ -236,7 +236,7 @@ async def test_a_prompt_longer_than_the_model(raw: RawClient, session_id: str) -
         assert (await refused(raw.generate(request))).fields == ("sampling.max_tokens",)
         # Nothing was placed anywhere, and nothing is held.
         assert await explain(raw, session_id) == explained
-        assert is_free(await raw.workers())
+        await until(is_free, raw, 2.0)
 
 
 async def test_a_prompt_as_long_as_the_model(raw: RawClient) -> None:
