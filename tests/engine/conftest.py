@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -54,7 +54,10 @@ async def vllm_pair(model_path: Path) -> AsyncIterator[Pair]:
         yield Pair(prefill, decode)
 
 
-@pytest.fixture
-def pair(vllm_pair: Pair) -> Iterator[Pair]:
-    """The engines under the contract; another adapter overrides this fixture."""
-    yield vllm_pair
+@pytest_asyncio.fixture(loop_scope="session")
+async def pair(vllm_pair: Pair) -> Pair:
+    """The engines under the contract, empty; another adapter overrides this fixture."""
+    for engine in (vllm_pair.prefill, vllm_pair.decode):
+        assert isinstance(engine, RemoteEngine)
+        await engine.forget()
+    return vllm_pair

@@ -61,7 +61,7 @@ class RemoteEngine:
 
     async def connect(self) -> None:
         started_s = time.monotonic()
-        while not Path(self._socket_path).exists():
+        while not Path(self._socket_path).exists():  # noqa: ASYNC240
             if self.process.poll() is not None or time.monotonic() - started_s > START_TIMEOUT_S:
                 raise RuntimeError(f"the engine did not start:\n{self.log()}")
             await asyncio.sleep(0.05)
@@ -165,3 +165,7 @@ class RemoteEngine:
     async def evict(self) -> None:
         """Empty the prefix cache; pins stay."""
         await self._call("evict")
+
+    async def forget(self) -> None:
+        """Drop every pin and all cached KV, whoever left them."""
+        await self._call("forget")

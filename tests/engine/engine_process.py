@@ -9,12 +9,13 @@ import asyncio
 import pickle
 import sys
 import time
+from functools import partial
 from typing import Any
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:
     size = int.from_bytes(await reader.readexactly(4), "big")
-    return pickle.loads(await reader.readexactly(size))
+    return pickle.loads(await reader.readexactly(size))  # noqa: S301 - from our own parent
 
 
 def write_frame(writer: asyncio.StreamWriter, frame: object) -> None:
@@ -45,6 +46,11 @@ async def serve(socket_path: str, arguments: tuple[Any, ...]) -> None:
                 result = time.process_time()
             elif method == "evict":
                 result = await engine._call(engine._thread._llm.reset_prefix_cache)
+            elif method == "forget":
+                pins = engine._thread._scheduler.pins
+                for pin_id in list(pins._pins):
+                    await engine._call(partial(pins.release, pin_id))
+                result = await engine._call(engine._thread._llm.reset_prefix_cache)
             else:
                 result = getattr(engine, method)(*args)
                 if asyncio.iscoroutine(result):
@@ -52,7 +58,7 @@ async def serve(socket_path: str, arguments: tuple[Any, ...]) -> None:
             write_frame(writer, (number, "result", result))
         except asyncio.CancelledError:
             write_frame(writer, (number, "cancelled", None))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the other side raises it
             write_frame(writer, (number, "error", error))
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,4 +83,4 @@ async def serve(socket_path: str, arguments: tuple[Any, ...]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], pickle.loads(bytes.fromhex(sys.argv[2]))))
+    asyncio.run(serve(sys.argv[1], pickle.loads(bytes.fromhex(sys.argv[2]))))  # noqa: S301

@@ -33,6 +33,7 @@ from vllm.platforms import current_platform
 
 from ampd.adapters.engine_vllm import side_channel
 
+DRIVE_INTERVAL_S = 0.005
 PULL_TIMEOUT_S = 5.0
 """A pull that has not ended by then is given up, and its tokens are recomputed."""
 
@@ -50,6 +51,11 @@ class Owner(Protocol):
 
     def request_ends(self, request: Any) -> None:
         """The request is about to give its blocks back."""
+        ...
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether peers may be reading."""
         ...
 
     def loan_read(self, loan_id: str) -> bool:
@@ -70,6 +76,7 @@ class AmpdConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         request: Any,
         num_computed_tokens: int,
     ) -> tuple[int | None, bool]:
+        """(tokens to pull beyond the cached ones, whether that goes on beside the steps)."""
         tokens = self.owner.pull_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -79,6 +86,7 @@ class AmpdConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         blocks: Any,
         num_external_tokens: int,
     ) -> None:
+        """Note what is pulled into which of the request's new blocks."""
         parameters = request.kv_transfer_params
         if not parameters or parameters.get("pull_done"):
             return
@@ -92,11 +100,18 @@ class AmpdConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         parameters["pull_done"] = True
         self.owner.pull_admitted(request, num_external_tokens)
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """What the workers learn of this step."""
+        meta = super().build_connector_meta(scheduler_output)
+        meta.lent = self.owner.is_lending
+        return meta
+
     def request_finished(
         self,
         request: Any,
         block_ids: Any,
     ) -> tuple[bool, dict[str, Any] | None]:
+        """Never keeps blocks for vLLM: pins do."""
         self.owner.request_ends(request)
         return False, None
 
@@ -115,15 +130,21 @@ _agent_config_lock = threading.Lock()
 
 
 class AmpdConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
-    """Moves the bytes; one per tensor-parallel rank."""
+    """Moves the bytes; one per tensor-parallel rank.
+
+    NIXL makes progress only when it is called, on both sides of a transfer where the transport
+    needs the owner's help (shared memory, TCP). A step may compute for long, so a thread calls
+    it in the meantime, but only in steps while something is lent or read.
+    """
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         stock = base_worker.nixl_agent_config
+        has_progress_thread = bool(extra.get("nixl_progress_thread"))
 
         def agent_config(*args: Any, **kwargs: Any) -> Any:
             # vLLM has no setting for it: its configuration is intercepted for this one call.
-            if not extra.get("nixl_progress_thread"):
+            if not has_progress_thread:
                 kwargs |= {"enable_prog_thread": False, "num_threads": 0}
             return stock(*args, **kwargs)
 
@@ -134,10 +155,46 @@ class AmpdConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             finally:
                 base_worker.nixl_agent_config = stock
         self._pull_deadlines_s: dict[str, float] = {}
+        self._nixl_lock = threading.RLock()
+        self._driving = threading.Event()
+        self._stopped = threading.Event()
+        if not has_progress_thread:
+            threading.Thread(target=self._drive, name="ampd-nixl", daemon=True).start()
+
+    def _drive(self) -> None:
+        while not self._stopped.is_set():
+            self._driving.wait()
+            with self._nixl_lock:
+                if self._driving.is_set() and not self._stopped.is_set():
+                    self.nixl_wrapper.get_new_notifs()
+            self._stopped.wait(DRIVE_INTERVAL_S)
+
+    def start_load_kv(self, metadata: Any) -> None:
+        """Post the step's reads."""
+        with self._nixl_lock:
+            super().start_load_kv(metadata)
+            if metadata.lent or self._recving_metadata:
+                self._driving.set()
 
     def get_transfer_results(self) -> Any:
-        self._give_up_late_pulls()
-        return super().get_transfer_results()
+        """Which reads have ended."""
+        self._driving.clear()
+        with self._nixl_lock:
+            self._give_up_late_pulls()
+            return super().get_transfer_results()
+
+    def add_remote_agent(self, *args: Any, **kwargs: Any) -> Any:
+        """Register a peer after its handshake."""
+        with self._nixl_lock:  # called by the thread of the handshakes
+            return super().add_remote_agent(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        """End the helping thread, then NIXL."""
+        if hasattr(self, "_stopped"):  # also called when the construction has failed
+            self._stopped.set()
+            self._driving.set()
+            with self._nixl_lock:
+                super().shutdown()
 
     def _give_up_late_pulls(self) -> None:
         """Abort pulls that are past their time. One that NIXL cannot abort keeps its blocks,
@@ -183,6 +240,7 @@ class AmpdConnector(NixlBaseConnector):  # type: ignore[misc]
             )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """The first call of a step in a worker."""
         super().bind_connector_metadata(connector_metadata)
         if self.connector_worker is not None and current_platform.is_cpu():
             # vLLM starts loads after it has launched the computation. On a CPU that is after
@@ -191,7 +249,7 @@ class AmpdConnector(NixlBaseConnector):  # type: ignore[misc]
             self._loads_posted = True
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if not self._loads_posted:
-            assert self.connector_worker is not None
+        """Called when the step's computation is launched."""
+        if not self._loads_posted and self.connector_worker is not None:
             self.connector_worker.start_load_kv(self._connector_metadata)
         self._loads_posted = False

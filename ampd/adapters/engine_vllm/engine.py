@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from ampd.adapters.engine_vllm import handles
+from ampd.adapters.engine_vllm.pins import MAX_PINS
 from ampd.adapters.engine_vllm.sampling import to_vllm
 from ampd.adapters.engine_vllm.settings import VllmSettings, has_tokenizer
 from ampd.adapters.engine_vllm.thread import EngineThread, Job, Output
@@ -67,12 +68,15 @@ class VllmEngine:
 
     @property
     def info(self) -> EngineInfo:
-        assert self._info is not None
+        """Fixed facts of the engine."""
+        if self._info is None:
+            raise RuntimeError("the engine has not started")
         return self._info
 
     # --- requests -------------------------------------------------------------------------
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        """See the port."""
         pull = self._pull(request.tokens, request.history, "history")
         sampling = to_vllm(
             SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
@@ -81,11 +85,10 @@ class VllmEngine:
         )
         job = self._job(request.request_id, request.tokens, sampling, lends_result=True)
         async with _Submitted(self, job) as mailbox:
-            result = await mailbox.next()
-            assert isinstance(result, PrefillResult)
-            return result
+            return cast("PrefillResult", await mailbox.next())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineEvent, None]:
+        """See the port."""
         pull = self._pull(request.tokens, request.kv, "kv")
         sampling = to_vllm(
             request.sampling,
@@ -96,8 +99,7 @@ class VllmEngine:
         job.skip_special_tokens = request.sampling.skip_special_tokens
         async with _Submitted(self, job) as mailbox:
             while True:
-                event = await mailbox.next()
-                assert not isinstance(event, PrefillResult)
+                event = cast("EngineEvent", await mailbox.next())
                 yield event
                 if isinstance(event, GenerateDone):
                     return
@@ -121,6 +123,8 @@ class VllmEngine:
             raise self._thread.failure
         if len(self._mailboxes) >= MAX_REQUESTS:
             raise AmpdError(ErrorReason.QUEUE_FULL, "the engine has too many requests")
+        if self._thread.pin_count >= MAX_PINS:
+            raise AmpdError(ErrorReason.QUEUE_FULL, "the engine holds too many pins")
         if not tokens:
             raise invalid_field("tokens", "must not be empty")
         if len(tokens) >= self.info.max_model_tokens:
@@ -154,22 +158,25 @@ class VllmEngine:
     # --- handles --------------------------------------------------------------------------
 
     async def lend(self, kv: KvHandle, tokens: int) -> KvHandle:
+        """See the port. One loan per pin: lending again ends the loan before."""
         if not 0 < tokens <= kv.tokens:
             raise invalid_field("tokens", f"must be in 1..{kv.tokens}")
         pin_id = self._own_pin_id(kv)
-        lent = (
-            None if pin_id is None else await self._call(partial(self._thread.lend, pin_id, tokens))
-        )
+        lent = None
+        if pin_id is not None:
+            lent = await self._call(partial(self._thread.lend, pin_id, tokens))
         if lent is None:
             raise AmpdError(ErrorReason.TASK_GONE, "the handle is not pinned on this engine")
         return lent
 
     async def reclaim(self, kv: KvHandle) -> None:
+        """See the port."""
         pin_id = self._own_pin_id(kv)
         if pin_id is not None:
             await self._call(partial(self._thread.reclaim, pin_id))
 
     async def release(self, kv: KvHandle) -> None:
+        """See the port."""
         pin_id = self._own_pin_id(kv)
         if pin_id is not None:
             await self._call(partial(self._thread.release, pin_id))
@@ -204,12 +211,15 @@ class VllmEngine:
     # --- the rest -------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
+        """The newest snapshot: at most a step old, and never older than an answer."""
         return self._thread.stats
 
     def take_step_samples(self) -> Sequence[StepSample]:
+        """See the port; the newest 4096 are kept."""
         return self._thread.take_samples()
 
     def use_cost_model(self, cost: CostModel) -> None:
+        """See the port."""
         self._thread.submit(partial(self._thread.use_cost_model, cost))
 
     async def close(self) -> None:

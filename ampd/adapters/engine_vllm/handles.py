@@ -46,6 +46,7 @@ def tokens_digest(tokens: array[int], count: int) -> bytes:
 
 
 def encode(payload: Payload) -> bytes:
+    """The bytes of `KvHandle.payload`."""
     return _encoder.encode(payload)
 
 

@@ -18,6 +18,8 @@ from typing import Protocol
 
 MAX_PINS = 65_536
 """Pins of one engine; requests beyond it are refused."""
+READER_TAIL_S = 1.0
+"""A loan that ended unread may have a reader in the middle of it, which needs our help to end."""
 
 
 class Block(Protocol):
@@ -30,9 +32,17 @@ class Block(Protocol):
 class BlockPool(Protocol):
     """What is used of vLLM's block pool."""
 
-    def touch(self, blocks: Sequence[Block]) -> None: ...
-    def free_blocks(self, ordered_blocks: Sequence[Block]) -> None: ...
-    def get_num_free_blocks(self) -> int: ...
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """One more holder for each."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Sequence[Block]) -> None:
+        """One holder less; those without any are reused in this order."""
+        ...
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        ...
 
 
 @dataclass(slots=True)
@@ -49,6 +59,8 @@ class Pin:
 
 
 class PinTable:
+    """The pins of one engine; `clock` in seconds."""
+
     def __init__(self, pool: BlockPool, block_tokens: int, clock: Callable[[], float]) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
@@ -57,6 +69,7 @@ class PinTable:
         self._loans: dict[str, str] = {}  # loan_id -> pin_id
         self._references: Counter[int] = Counter()  # block_id -> pins that hold it
         self._blocks: dict[int, Block] = {}
+        self._readers_until_s = 0.0
         self.version = 0
         """Counts the changes of what is pinned."""
 
@@ -64,8 +77,9 @@ class PinTable:
         return len(self._pins)
 
     @property
-    def has_loans(self) -> bool:
-        return bool(self._loans)
+    def may_be_read(self) -> bool:
+        """Whether a peer may be reading."""
+        return bool(self._loans) or self._clock() < self._readers_until_s
 
     def is_lent(self, loan_id: str) -> bool:
         """Whether the loan is alive. Loan ids are never reused, so blocks that were read under
@@ -73,6 +87,7 @@ class PinTable:
         return loan_id in self._loans
 
     def get(self, pin_id: str) -> Pin | None:
+        """None: released, or run out."""
         return self._pins.get(pin_id)
 
     def pin(
@@ -119,6 +134,7 @@ class PinTable:
             return
         del self._loans[pin.loan_id]
         pin.loan_id = ""
+        self._readers_until_s = self._clock() + READER_TAIL_S
 
     def release(self, pin_id: str) -> None:
         """Drop the pin and its loan; unknown pins are ignored."""
@@ -132,10 +148,12 @@ class PinTable:
         pin_id = self._loans.get(loan_id)
         if pin_id is None:
             return
+        readers_until_s = self._readers_until_s
         if self._pins[pin_id].release_on_read:
             self.release(pin_id)
         else:
             self.reclaim(pin_id)
+        self._readers_until_s = readers_until_s
 
     def expire(self) -> None:
         """Release every pin whose lease has run out."""

@@ -47,8 +47,8 @@ def to_vllm(sampling: SamplingParams, transfer: Mapping[str, Any], *, has_tokeni
             extra_args={"kv_transfer_params": dict(transfer)},
         )
     except (VLLMClientError, ValueError, TypeError) as error:
-        name = getattr(error, "parameter", None)
-        field = f"sampling.{name}" if name else "sampling"
+        parameter = getattr(error, "parameter", None)
+        field = f"sampling.{parameter}" if parameter else "sampling"
         raise invalid_field(field, str(error)) from error
 
 

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -39,7 +39,7 @@ from ampd.adapters.engine_vllm.settings import OPTIONS_KEY
 from ampd.adapters.engine_vllm.step_plan import Prefill, plan_step
 from ampd.core.cost_model import CostModel
 from ampd.core.local_prefill import StreamProgress, calibrate, chunk_tokens
-from ampd.core.model import Role
+from ampd.core.model import Role, Slo
 from ampd.ports import StepSample
 
 FIXED_CHUNK_TOKENS: Final = 256
@@ -90,6 +90,7 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
     # --- a step ---------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
+        """vLLM's step, within the plan."""
         del throttle_prefills  # vLLM's own way of deferring prefills; ours is the plan
         started_s = time.monotonic()
         self.pins.expire()
@@ -104,18 +105,22 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
         )
         self._admitted = plan.admitted
         held = [r for r in prefills if r.request_id in plan.held]
-        stock: tuple[int, int] = (self.max_num_scheduled_tokens, self.max_num_active_reqs)
+        stock_tokens: int = self.scheduler_config.max_num_batched_tokens
+        stock_requests: int = self.scheduler_config.max_num_seqs
         self.running[:] = decodes + [r for r in prefills if r not in held]
-        self.max_num_active_reqs = stock[1] - len(held)
+        self.max_num_active_reqs = stock_requests - len(held)
         # One token over, that nobody may take: with none left vLLM starts no pull.
         spare = any(r.request_id not in plan.admitted for r in self._waiting())
-        self.max_num_scheduled_tokens = min(len(decodes) + plan.prefill_tokens + spare, stock[0])
+        self.max_num_scheduled_tokens = min(
+            len(decodes) + plan.prefill_tokens + spare, stock_tokens
+        )
         self.scheduler_config.long_prefill_token_threshold = plan.cap_tokens
         try:
             output = super().schedule(False)
         finally:
             self.running.extend(held)
-            self.max_num_scheduled_tokens, self.max_num_active_reqs = stock
+            self.max_num_scheduled_tokens = stock_tokens
+            self.max_num_active_reqs = stock_requests
             self.scheduler_config.long_prefill_token_threshold = 0
         self._note_step(output, {r.request_id for r in decodes}, started_s)
         return output
@@ -137,7 +142,9 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
     def _cached_estimate_tokens(self, request: Any) -> int:
         record = self.records[request.request_id]
         if record.cached_estimate_tokens is None:
-            record.cached_estimate_tokens = self.kv_cache_manager.get_computed_blocks(request)[1]
+            _, cached_tokens, _ = self.kv_cache_manager.get_computed_blocks(request)
+            record.cached_estimate_tokens = cached_tokens
+            return int(cached_tokens)
         return record.cached_estimate_tokens
 
     @staticmethod
@@ -147,7 +154,7 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
         if parameters.get("pull_done") or "remote_request_id" not in parameters:
             return 0
         lent_tokens: int = parameters["remote_num_tokens"]
-        return min(lent_tokens, request.num_prompt_tokens - 1)
+        return min(lent_tokens, int(request.num_prompt_tokens) - 1)
 
     def _candidate(self, request: Any) -> Prefill:
         at_hand = request.num_computed_tokens or self._cached_estimate_tokens(request)
@@ -174,11 +181,11 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
 
     def _stream(self, request: Any, now_s: float) -> StreamProgress:
         record = self.records[request.request_id]
-        assert record.slo is not None
         # Tokens of a step in flight count (asynchronous scheduling): they are on their way.
         emitted = request.num_output_tokens + request.num_output_placeholders
         first_s = record.first_token_s or now_s
-        return StreamProgress(emitted, first_s, record.slo.itl_s, record.slo.itl_statistic)
+        slo = cast("Slo", record.slo)  # only a prefill worker's requests have none
+        return StreamProgress(emitted, first_s, slo.itl_s, slo.itl_statistic)
 
     def _note_step(self, output: Any, decode_ids: set[str], started_s: float) -> None:
         chunk = history = batch = context = 0
@@ -198,6 +205,7 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
         self._in_flight.append(StepInFlight(started_s, chunk, history, batch, context))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """The end of a step: measure it."""
         result = super().update_from_output(scheduler_output, model_runner_output)
         step = self._in_flight.popleft()
         now_s = time.monotonic()
@@ -220,6 +228,7 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
     # --- requests -------------------------------------------------------------------------
 
     def add_request(self, request: Any) -> None:
+        """A new request, with a record of its progress."""
         self._arrivals += 1
         slo = request.kv_transfer_params.get("slo")
         self.records[request.request_id] = RequestRecord(self._arrivals, slo)
@@ -258,6 +267,7 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
     # --- pulls and loans ------------------------------------------------------------------
 
     def pull_tokens(self, request: Any, cached_tokens: int) -> int | None:
+        """See `connector.Owner`."""
         record = self.records[request.request_id]
         tokens = max(0, self._pullable_tokens(request) - cached_tokens)
         if not tokens and request.request_id not in self._admitted:
@@ -268,6 +278,7 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
         return tokens
 
     def pull_admitted(self, request: Any, pulled_tokens: int) -> None:
+        """See `connector.Owner`."""
         record = self.records[request.request_id]
         record.pulled_tokens = pulled_tokens
         if pulled_tokens:
@@ -278,6 +289,7 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
             self._decline_loan(request)
 
     def loan_read(self, loan_id: str) -> bool:
+        """See `connector.Owner`."""
         alive = self.pins.is_lent(loan_id)
         if alive:
             self._news.put(partial(self.pins.read_done, loan_id))
@@ -285,8 +297,14 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
         return alive
 
     def has_requests(self) -> bool:
-        # Workers are polled while something is lent.
-        return self.pins.has_loans or bool(super().has_requests())
+        """Whether steps are needed."""
+        # Workers are polled while somebody may be reading.
+        return self.is_lending or bool(super().has_requests())
+
+    @property
+    def is_lending(self) -> bool:
+        """See `connector.Owner`."""
+        return self.pins.may_be_read
 
     @property
     def pulls_in_flight(self) -> bool:
@@ -357,6 +375,7 @@ class AmpdScheduler(Scheduler):  # type: ignore[misc]
             record.cached_estimate_tokens = None
 
     def shutdown(self) -> None:
+        """End the questions to lenders as well."""
         self._checks.shutdown(wait=False, cancel_futures=True)
         super().shutdown()
 

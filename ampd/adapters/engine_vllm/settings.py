@@ -26,6 +26,8 @@ OPTIONS_KEY = "ampd"
 
 
 class Device(StrEnum):
+    """What the model runs on."""
+
     CPU = "cpu"
     CUDA = "cuda"
 
@@ -57,8 +59,9 @@ class VllmSettings:
     tensor_parallel: int = 1
     max_num_seqs: int = 64
     max_batched_tokens: int = 2048
-    prefill_chunk_tokens: int = 512
-    """The longest piece of a prefill in one step. Pulls and aborts wait for a step's end."""
+    prefill_chunk_tokens: int = 256
+    """The longest piece of a prefill in one step: pulls and aborts wait for a step's end, so it
+    should compute in well under a second."""
     enforce_eager: bool = True
     nixl_progress_thread: bool = False
     """UCX's own thread spins a whole core; without it the engine thread polls while KV is lent

@@ -20,6 +20,8 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """Who may compute how much."""
+
     admitted: frozenset[str]
     """Waiting requests that may compute in this step."""
     held: frozenset[str]

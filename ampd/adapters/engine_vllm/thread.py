@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ampd.adapters.engine_vllm.handles import Loan, Payload, encode, tokens_digest
+from ampd.adapters.engine_vllm.pins import Pin
 from ampd.adapters.engine_vllm.sampling import kept_tokens
 from ampd.adapters.engine_vllm.settings import (
     Device,
@@ -98,6 +99,7 @@ class EngineThread:
     # --- any thread -----------------------------------------------------------------------
 
     def start(self) -> Future[EngineInfo]:
+        """Load the model; the future fails with what vLLM raised."""
         self._thread.start()
         return self._ready
 
@@ -113,7 +115,13 @@ class EngineThread:
         self._commands.put(None)
         self._thread.join(timeout_s)
 
+    @property
+    def pin_count(self) -> int:
+        """Pins that are held."""
+        return len(self._scheduler.pins)
+
     def take_samples(self) -> Sequence[StepSample]:
+        """The steps since the last call, oldest first."""
         samples = self._scheduler.samples
         return [samples.popleft() for _ in range(len(samples))]
 
@@ -244,6 +252,7 @@ class EngineThread:
     # --- commands -------------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
+        """Hand the job to vLLM."""
         if self.failure is not None:
             self._outbox.append((job, self.failure))
             self._flush()
@@ -284,6 +293,10 @@ class EngineThread:
         pin = pins.get(pin_id)
         if pin is None or not 0 < tokens <= len(pin.tokens):
             return None
+        return self._lent(pin, tokens)
+
+    def _lent(self, pin: Pin, tokens: int) -> KvHandle:
+        pins = self._scheduler.pins
         blocks = pin.blocks[: -(-tokens // self._scheduler.block_size)]
         loan = Loan(
             loan_id=pins.lend(pin),
@@ -294,17 +307,20 @@ class EngineThread:
             blocks=tuple(block.block_id for block in blocks),
             tokens_digest=tokens_digest(pin.tokens, tokens),
         )
-        return self._handle(pin_id, tokens, pin.lease_s, loan)
+        return self._handle(pin.pin_id, tokens, pin.lease_s, loan)
 
     def reclaim(self, pin_id: str) -> None:
+        """End the pin's loan."""
         if self.failure is None:
             self._scheduler.pins.reclaim(pin_id)
 
     def release(self, pin_id: str) -> None:
+        """Drop the pin."""
         if self.failure is None:
             self._scheduler.pins.release(pin_id)
 
     def use_cost_model(self, cost: CostModel) -> None:
+        """Size local prefill chunks by it from the next step on."""
         self._scheduler.cost = cost
 
     # --- outputs --------------------------------------------------------------------------
@@ -340,8 +356,7 @@ class EngineThread:
             self._outbox.append((job, AmpdError(ErrorReason.ENGINE_FAILED, reason)))
         elif job.lends_result:
             pin = self._scheduler.pins.get(record.pin_id)
-            handle = self.lend(record.pin_id, len(pin.tokens))
-            assert handle is not None
+            handle = self._lent(pin, len(pin.tokens))
             stats = record.prefill_stats(self._block_bytes)
             self._outbox.append((job, PrefillResult(handle, stats)))
         else:
