@@ -151,7 +151,9 @@ class Engine(Protocol):
     """
 
     @property
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """Fixed facts; there once the engine has started."""
+        ...
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Prefill side: read the history KV (overlapping the computation of other requests),
@@ -176,7 +178,9 @@ class Engine(Protocol):
         """Drop a pin (and its loan). Idempotent: unknown handles are ignored."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """The latest moment; costs nothing."""
+        ...
 
     def take_step_samples(self) -> Sequence[StepSample]:
         """The steps since the last call, oldest first, at most a named limit of the newest."""
@@ -186,7 +190,9 @@ class Engine(Protocol):
         """The model by which local prefill chunks are sized from the next step on."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free connections and what else is held. Idempotent."""
+        ...
 
 
 # --- shared store -------------------------------------------------------------------------
@@ -217,6 +223,8 @@ class SessionWrites:
 
 @dataclass(frozen=True, slots=True)
 class SessionPage:
+    """One page of sessions by session_id; an empty token ends the listing."""
+
     sessions: tuple[SessionRecord, ...]
     next_page_token: str
 
@@ -242,14 +250,18 @@ class StateStore(Protocol):
         """All live workers and coordinators, by worker_id."""
         ...
 
-    async def load_round(self, session_id: str, request_id: str) -> RoundContext: ...
+    async def load_round(self, session_id: str, request_id: str) -> RoundContext:
+        """One round trip; see RoundContext."""
+        ...
 
     async def create_session(self, record: SessionRecord, request_id: str) -> SessionRecord:
         """Store a new session; a repeated request_id of the tenant gives the first one back
         ('': never repeated). AmpdError SESSION_CONFLICT when the session_id is taken."""
         ...
 
-    async def get_session(self, session_id: str) -> SessionRecord | None: ...
+    async def get_session(self, session_id: str) -> SessionRecord | None:
+        """The record, a recently closed one included; None: unknown or expired."""
+        ...
 
     async def compare_and_set(
         self, record: SessionRecord, expected_version: int, writes: SessionWrites | None = None
@@ -273,15 +285,21 @@ class StateStore(Protocol):
         """The kept rounds, oldest first (a named limit of the newest is kept)."""
         ...
 
-    async def get_policy(self) -> PolicySpec | None: ...
+    async def get_policy(self) -> PolicySpec | None:
+        """The policy in force; None: none was set."""
+        ...
 
     async def set_policy(self, policy: PolicySpec, expected_version: int) -> bool:
         """Replace the policy if its version is `expected_version` (0: none was set)."""
         ...
 
-    async def ping(self) -> None: ...
+    async def ping(self) -> None:
+        """Returns when the store answers."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free connections and what else is held. Idempotent."""
+        ...
 
 
 # --- peers --------------------------------------------------------------------------------
@@ -340,11 +358,17 @@ class DecodePeer(Protocol):
 class Peers(Protocol):
     """Finds peers by address; connections are kept and shared, with a bound."""
 
-    def prefill(self, target: PrefillTarget) -> PrefillPeer: ...
+    def prefill(self, target: PrefillTarget) -> PrefillPeer:
+        """That life of a prefill worker."""
+        ...
 
-    def decode(self, address: str, incarnation: int) -> DecodePeer: ...
+    def decode(self, address: str, incarnation: int) -> DecodePeer:
+        """That life of a home."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free connections and what else is held. Idempotent."""
+        ...
 
 
 class HomePeer(Protocol):
@@ -367,9 +391,13 @@ class HomePeer(Protocol):
 class Homes(Protocol):
     """Finds homes by address; connections are kept and shared, with a bound."""
 
-    def home(self, info: WorkerInfo) -> HomePeer: ...
+    def home(self, info: WorkerInfo) -> HomePeer:
+        """That life of a decode worker."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free connections and what else is held. Idempotent."""
+        ...
 
 
 # --- handlers: the other side of the peers ------------------------------------------------
@@ -433,7 +461,9 @@ class Tokenizer(Protocol):
     """Text to token ids, an increment at a time; the history is never rendered again."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
 
     def encode_text(self, text: str, *, first: bool) -> Tokens:
         """Raw text; with `first` the model's own start tokens go in front."""

@@ -22,6 +22,8 @@ MAX_PREFIX_HOLDERS: Final = 4
 
 
 class SessionState(StrEnum):
+    """What a session is doing."""
+
     IDLE = "idle"
     RUNNING = "running"
     CLOSED = "closed"
@@ -188,11 +190,13 @@ def close(record: SessionRecord, *, request_id: str, now_unix_s: float) -> Sessi
 
 
 def require_open(record: SessionRecord) -> None:
+    """Raises SESSION_NOT_FOUND for a closed session."""
     if record.state is SessionState.CLOSED:
         raise session_not_found(record.session_id)
 
 
 def require_running(record: SessionRecord) -> RunningRound:
+    """The running round, or SESSION_CONFLICT."""
     if record.state is not SessionState.RUNNING or record.running is None:
         raise AmpdError(
             ErrorReason.SESSION_CONFLICT,
@@ -202,4 +206,5 @@ def require_running(record: SessionRecord) -> RunningRound:
 
 
 def session_not_found(session_id: str) -> AmpdError:
+    """The same for unknown, closed and foreign sessions."""
     return AmpdError(ErrorReason.SESSION_NOT_FOUND, f"no session {session_id!r}")

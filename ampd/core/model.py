@@ -15,6 +15,8 @@ from ampd.core.cost_model import CostModel
 
 
 class Role(StrEnum):
+    """What a process of the cluster does."""
+
     COORDINATOR = "coordinator"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -36,6 +38,8 @@ class ItlStatistic(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """Why a round ended."""
+
     STOP = "stop"
     """A stop token or stop string."""
     LENGTH = "length"
@@ -44,6 +48,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slo:
+    """The objective of a session: thresholds in seconds."""
+
     ttft_s: float
     itl_s: float
     itl_statistic: ItlStatistic = ItlStatistic.MEAN
@@ -193,10 +199,12 @@ class PrefillStats:
 
     @property
     def read_s(self) -> float:
+        """Seconds that reading KV took."""
         return self.read_end_s - self.read_start_s
 
     @property
     def compute_s(self) -> float:
+        """Seconds that computing took."""
         return self.compute_end_s - self.compute_start_s
 
 
@@ -243,6 +251,8 @@ class RoundUsage:
 
 
 class BindReason(StrEnum):
+    """Why a session was bound where it was."""
+
     MOST_FREE_KV = "most_free_kv"
 
 
@@ -268,6 +278,8 @@ class RouteReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BindDecision:
+    """The home that a session gets, and the numbers behind it."""
+
     worker_id: str
     reason: BindReason
     free_kv_tokens: int
@@ -296,6 +308,8 @@ class RouteCandidate:
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
+    """Where a prefill goes, why, and all that was considered."""
+
     route: Route
     prefill_worker: str | None
     """None for a local round."""
@@ -342,6 +356,7 @@ class RoundRecord:
 
     @property
     def route(self) -> Route:
+        """Where it was prefilled in the end."""
         return Route.LOCAL if self.prefill_worker is None else Route.REMOTE
 
 
