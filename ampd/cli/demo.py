@@ -18,7 +18,7 @@ from google.protobuf.duration_pb2 import Duration
 import ampd
 from ampd.cli.cluster import ClusterSpec, LocalCluster
 from ampd.cli.console import say
-from ampd.cli.demo_agents import Agent, Script, Tools, unloaded_round
+from ampd.cli.demo_agents import Agent, Script, Tools, Unloaded, calibrate
 from ampd.cli.demo_report import (
     ATTAINMENT_COLUMNS,
     TABLE_COLUMNS,
@@ -38,15 +38,17 @@ from ampd.core.errors import AmpdError
 from ampd.core.model import Slo
 from ampd.models import cache_dir, prepare
 from ampd.v1.session_pb2 import Slo as SloMessage
-from ampd.v1.session_service_pb2 import RoundFinished
 from ampd.v1.worker_pb2 import WorkerRole
-from ampd.wire.times import duration_from_proto, duration_to_proto
+from ampd.wire.times import duration_to_proto
 
 TTFT_SLO_FACTOR: Final = 1.5
-ITL_SLO_FACTOR: Final = 5.0
+ITL_SLO_FACTOR: Final = 6.0
 """The SLO in unloaded rounds. So tight that the prefill worker alone cannot meet it once
 several agents come at the same time, and loose enough for a decode worker to help out: both
 kinds of execution are in the policy's reach, on any machine."""
+PREDICTED_TTFT_SLO_FACTOR: Final = 3.0
+"""The TTFT SLO in predicted rounds at most: on a machine that is busy with other things just
+now, unloaded rounds take much longer than they need to."""
 KV_CACHE_BYTES: Final = 1 << 30
 MAX_MODEL_TOKENS: Final = 4096
 
@@ -113,12 +115,9 @@ async def _run(
         AmpdClient(cluster.address, tenant="demo") as client,
     ):
         script = Script(rounds, max_tokens, await _kv_bytes_per_token(client))
-        slo = _slo(await unloaded_round(client, tools, script))
+        slo = _slo(await calibrate(client, tools, script, spec.policy))
         script = replace(script, longest_pause_s=slo.ttft_s)
-        say(
-            f"SLO: TTFT {seconds(slo.ttft_s)} and ITL {seconds(slo.itl_s)}, "
-            f"{TTFT_SLO_FACTOR:g} and {ITL_SLO_FACTOR:g} times an unloaded round's"
-        )
+        say(f"SLO, from rounds without load: TTFT {seconds(slo.ttft_s)}, ITL {seconds(slo.itl_s)}")
         started_s = time.monotonic()
         agents = [Agent(client, tools, script, number, say) for number in range(sessions)]
         async with asyncio.TaskGroup() as group:
@@ -138,11 +137,11 @@ async def _kv_bytes_per_token(client: AmpdClient) -> int:
     raise CliError("the cluster lists no decode worker")
 
 
-def _slo(unloaded: RoundFinished) -> Slo:
-    return Slo(
-        ttft_s=TTFT_SLO_FACTOR * duration_from_proto(unloaded.timings.ttft),
-        itl_s=ITL_SLO_FACTOR * duration_from_proto(unloaded.timings.itl_mean),
+def _slo(unloaded: Unloaded) -> Slo:
+    ttft_s = min(
+        TTFT_SLO_FACTOR * unloaded.ttft_s, PREDICTED_TTFT_SLO_FACTOR * unloaded.predicted_ttft_s
     )
+    return Slo(ttft_s, ITL_SLO_FACTOR * unloaded.itl_s)
 
 
 def _slo_message(slo: Slo) -> SloMessage:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Final
@@ -17,6 +17,7 @@ from ampd.cli.demo_report import RoundRow, round_row
 from ampd.cli.demo_tools import Retriever, ToolError, calculate
 from ampd.client import AmpdClient
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.v1.policy_pb2 import Policy
 from ampd.v1.sampling_params_pb2 import SamplingParams
 from ampd.v1.session_pb2 import Slo
 from ampd.v1.session_service_pb2 import (
@@ -29,6 +30,7 @@ from ampd.v1.session_service_pb2 import (
     ToolResult,
     ToolResults,
 )
+from ampd.wire.times import duration_from_proto
 
 Progress = Callable[[str], None]
 
@@ -134,6 +136,17 @@ class Script:
         return SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """How a typical round goes while nothing else runs, in seconds: what the demo's SLO is a
+    multiple of."""
+
+    ttft_s: float
+    predicted_ttft_s: float
+    """By the home's cost model, which was measured at another time."""
+    itl_s: float
+
+
 class Agent:
     """One session, worked through by its script."""
 
@@ -220,27 +233,33 @@ async def run_round(
     return placed, finished
 
 
-async def unloaded_round(client: AmpdClient, tools: Tools, script: Script) -> RoundFinished:
-    """How a typical round goes while nothing else runs: what the demo's SLO is a multiple of.
+async def calibrate(client: AmpdClient, tools: Tools, script: Script, policy: str) -> Unloaded:
+    """Run a few typical rounds while nothing else runs; `policy` is in force afterwards.
 
-    The rounds before it warm everything up and give it a history.
+    They run on the home, so that the prefill worker's statistics start empty: what the policy
+    then decides comes from the agents' load alone.
     """
+    await client.set_policy(Policy(name="always-local"))
     session = await client.create_session(labels={"agent": "calibration"})
-    finished = RoundFinished()
-    for query in _calibration_queries():
+    for query in _CALIBRATION_QUERIES:
         call = tools.search(query, limit=2)
-        result = ToolResult(name=call.tool, content=call.result)
-        _placed, finished = await run_round(
-            client,
-            GenerateRequest(
-                session_id=session.session_id,
-                tool_results=ToolResults(results=[result]),
-                sampling=script.sampling(),
-            ),
+        results = ToolResults(results=[ToolResult(name=call.tool, content=call.result)])
+        request = GenerateRequest(
+            session_id=session.session_id, tool_results=results, sampling=script.sampling()
         )
+        await run_round(client, request)
+    # The first round has warmed everything up.
+    warm = (await client.explain(session.session_id))[1:]
     await client.close_session(session.session_id)
-    return finished
+    await client.set_policy(Policy(name=policy))
+    # The least is what the machine can do: whatever else it was busy with made the rest longer.
+    return Unloaded(
+        ttft_s=min(duration_from_proto(record.timings.ttft) for record in warm),
+        predicted_ttft_s=min(
+            duration_from_proto(record.decision.predicted_ttft) for record in warm
+        ),
+        itl_s=min(duration_from_proto(record.timings.itl_mean) for record in warm),
+    )
 
 
-def _calibration_queries() -> Sequence[str]:
-    return [topic.queries[-1] for topic in TOPICS[-2:]]
+_CALIBRATION_QUERIES: Final = tuple(topic.queries[-1] for topic in TOPICS[-4:])
