@@ -193,10 +193,10 @@ class Coordinator:
         # Live before the mark is written: whoever reads the mark finds it valid.
         self._live.add(running.attempt_id)
         try:
-            if not await self._store.compare_and_set(begun, session.version):
-                raise conflict(session.session_id)
+            await self._swap(round_, begun, session.version)
         except BaseException:
             self._live.discard(running.attempt_id)
+            await asyncio.shield(self._discard(round_))
             raise
         return round_
 
@@ -316,9 +316,29 @@ class Coordinator:
     async def _bind(self, round_: Round, home: WorkerInfo) -> None:
         """The home has accepted: write the binding, unless another writer was faster."""
         bound = lifecycle.bind(round_.session, _binding(home))
-        if not await self._store.compare_and_set(bound, round_.session.version):
-            raise conflict(round_.session.session_id)
-        round_.session = bound
+        await self._swap(round_, bound, round_.session.version)
+
+    async def _swap(
+        self,
+        round_: Round,
+        record: SessionRecord,
+        expected_version: int,
+        writes: SessionWrites | None = None,
+    ) -> None:
+        """Write the session's next record, unless another writer was faster. A cancellation
+        waits for the answer: nothing may be written behind a discard's back."""
+
+        async def swap() -> None:
+            if not await self._store.compare_and_set(record, expected_version, writes):
+                raise conflict(record.session_id)
+            round_.session = record
+
+        swapping = asyncio.create_task(swap())
+        try:
+            await asyncio.shield(swapping)
+        except asyncio.CancelledError:
+            await asyncio.wait({swapping})
+            raise
 
     # --- settle or discard -----------------------------------------------------------------
 
@@ -350,9 +370,7 @@ class Coordinator:
             replay_request_id=round_.request_id if round_.replayable else "",
             replay=encode_outcome(outcome) if round_.replayable else None,
         )
-        if not await self._store.compare_and_set(settled, round_.session.version, writes):
-            raise conflict(round_.session.session_id)
-        round_.session = settled
+        await self._swap(round_, settled, round_.session.version, writes)
 
     async def _discard(self, round_: Round) -> None:
         """The round did not end well: the session is idle again, its history as before.
@@ -360,18 +378,28 @@ class Coordinator:
         A store that is down is tried for a while; then the mark stays, and is void for this
         coordinator at once, for others when this one's lease is gone.
         """
-        idle = lifecycle.discard(round_.session, now_unix_s=self._wall_clock())
+        session_id = round_.session.session_id
         writes = SessionWrites(round=round_.record)
         give_up_s = self._clock() + DISCARD_TIMEOUT_S
         while True:
             try:
-                await self._store.compare_and_set(idle, round_.session.version, writes)
-                return
+                # Read, not remembered: of a write that failed nobody knows whether it was made.
+                stored = await self._store.get_session(session_id)
+                if stored is None or not _is_at(stored, round_.attempt_id):
+                    return
+                idle = lifecycle.discard(stored, now_unix_s=self._wall_clock())
+                if await self._store.compare_and_set(idle, stored.version, writes):
+                    return
             except AmpdError as error:
                 if self._clock() > give_up_s:
-                    log.warning("discard_failed", session=idle.session_id, reason=error.reason)
+                    log.warning("discard_failed", session=session_id, reason=error.reason)
                     return
             await asyncio.sleep(DISCARD_RETRY_S)
+
+
+def _is_at(session: SessionRecord, attempt_id: str) -> bool:
+    """Whether that attempt is the session's running round."""
+    return session.running is not None and session.running.attempt_id == attempt_id
 
 
 def own_session(record: SessionRecord | None, tenant: str, session_id: str) -> SessionRecord:
