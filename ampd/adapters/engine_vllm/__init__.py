@@ -5,10 +5,14 @@ asyncio front (`engine.VllmEngine`) talks to it through one bounded command queu
 
     engine.py      the port: checks, events, cancellation          asyncio
     thread.py      commands, steps, leases, statistics             engine thread
+    outputs.py     jobs; vLLM's outputs as events and handles
     scheduler.py   who computes in a step: entrants, one prefill   called by vLLM in step()
-    connector.py   what is pulled from whom, loans                 called by vLLM in step()
+    step_plan.py   ... as a pure function
+    pulls.py       what KV is pulled, confirmed, lent and pinned
+    connector.py   vLLM's NIXL connector, mended                   called by vLLM in step()
     pins.py        pinned KV blocks and their loans
     side_channel.py  NIXL handshakes, and "is this loan still alive?" between engines
+    progress.py    what is measured of a request
     handles.py     KvHandle <-> payload;  sampling.py, settings.py
 
 Correctness of a read does not rest on clocks or leases: a reader asks the owner after the

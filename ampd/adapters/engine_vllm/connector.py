@@ -39,7 +39,7 @@ PULL_TIMEOUT_S = 5.0
 
 
 class Owner(Protocol):
-    """Our scheduler as the connector sees it (`scheduler.py`)."""
+    """Our scheduler as the connector sees it (`pulls.py`)."""
 
     def pull_tokens(self, request: Any, cached_tokens: int) -> int | None:
         """Tokens to pull beyond the cached ones; None: not to be admitted in this step."""

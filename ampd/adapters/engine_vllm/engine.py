@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from ampd.adapters.engine_vllm import handles
+from ampd.adapters.engine_vllm.outputs import Job, Output
 from ampd.adapters.engine_vllm.pins import MAX_PINS
 from ampd.adapters.engine_vllm.sampling import to_vllm
 from ampd.adapters.engine_vllm.settings import VllmSettings, has_tokenizer
-from ampd.adapters.engine_vllm.thread import EngineThread, Job, Output
+from ampd.adapters.engine_vllm.thread import EngineThread
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
 from ampd.core.model import KvHandle, SamplingParams

@@ -6,19 +6,16 @@ read is in flight, and steps without pause while there is something to compute.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ampd.adapters.engine_vllm.handles import Loan, Payload, encode, tokens_digest
-from ampd.adapters.engine_vllm.pins import Pin
-from ampd.adapters.engine_vllm.sampling import kept_tokens
+from ampd.adapters.engine_vllm.outputs import Deliver, Identity, Job, Output, Translator
 from ampd.adapters.engine_vllm.settings import (
     Device,
     VllmSettings,
@@ -27,44 +24,17 @@ from ampd.adapters.engine_vllm.settings import (
 )
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
-from ampd.core.model import FinishReason, KvHandle
+from ampd.core.model import KvHandle
 from ampd.ports import (
-    EngineEvent,
     EngineInfo,
     EngineStats,
-    GenerateDone,
-    PrefillDone,
-    PrefillResult,
     StepSample,
-    TokensOut,
 )
 
 LENT_POLL_S: Final = 0.005
 PULL_POLL_S: Final = 0.001
 STUCK_S: Final = 1.0
 """How long the only requests may wait for memory that nobody is about to free."""
-
-Output = EngineEvent | PrefillResult | AmpdError
-Deliver = Callable[[Sequence[tuple["Job", Output]]], None]
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One prefill or generation, from its submission to its last output."""
-
-    request_id: str
-    tokens: array[int]
-    sampling: Any  # vllm.SamplingParams
-    lends_result: bool
-    """A prefill: its one result is a handle that is lent. Otherwise events stream out."""
-    skip_special_tokens: bool = True
-    internal_id: str = ""
-    """vLLM's own name of the request."""
-    output_token_ids: list[int] = field(default_factory=list)
-    characters: int = 0
-    started: bool = False
-    pin_id: str = ""
-    """The pin of the finished job: dropped again if the job is cancelled."""
 
 
 class EngineThread:
@@ -74,10 +44,9 @@ class EngineThread:
         self, settings: VllmSettings, worker_id: str, incarnation: int, deliver: Deliver
     ) -> None:
         self._settings = settings
-        self._worker_id = worker_id
-        self._incarnation = incarnation
         # Never reused: a handle of an earlier life meets a foreign engine.
-        self._engine_id = f"{worker_id}-{incarnation}-{os.urandom(4).hex()}"
+        engine_id = f"{worker_id}-{incarnation}-{os.urandom(4).hex()}"
+        self._identity = Identity(worker_id, incarnation, engine_id)
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: dict[str, Job] = {}
@@ -89,6 +58,7 @@ class EngineThread:
         self._stats_key: tuple[int, ...] = ()
         self._llm: Any = None
         self._scheduler: Any = None
+        self._translator: Translator
         self._block_bytes = 0
         self._capacity_blocks = 0
         self.failure: AmpdError | None = None
@@ -137,6 +107,7 @@ class EngineThread:
         try:
             self._loop()
         except Exception as error:  # noqa: BLE001 - every request is told, none is left hanging
+            logging.getLogger(__name__).exception("the engine thread has failed")
             self.failure = AmpdError(ErrorReason.ENGINE_FAILED, f"vLLM failed: {error!r}")
         else:
             self.failure = AmpdError(ErrorReason.ENGINE_FAILED, "the engine is closed")
@@ -159,7 +130,7 @@ class EngineThread:
 
         if settings.device is Device.CPU:
             torch.set_num_threads(settings.threads)
-        arguments = engine_arguments(settings, self._engine_id)
+        arguments = engine_arguments(settings, self._identity.engine_id)
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._scheduler = self._llm.engine_core.engine_core.scheduler
         self._scheduler.wake = lambda: self._commands.put(_nothing)
@@ -167,6 +138,14 @@ class EngineThread:
         per_rank = sum(t.size for t in kv_cache.kv_cache_tensors) // kv_cache.num_blocks
         self._block_bytes = per_rank * settings.tensor_parallel
         block_tokens = self._scheduler.block_size
+        self._translator = Translator(
+            settings,
+            self._identity,
+            self._scheduler.pins,
+            self._llm.renderer.tokenizer,
+            block_tokens,
+            self._block_bytes,
+        )
         info = EngineInfo(
             engine=f"vllm {vllm.__version__}",
             model=settings.model,
@@ -293,21 +272,7 @@ class EngineThread:
         pin = pins.get(pin_id)
         if pin is None or not 0 < tokens <= len(pin.tokens):
             return None
-        return self._lent(pin, tokens)
-
-    def _lent(self, pin: Pin, tokens: int) -> KvHandle:
-        pins = self._scheduler.pins
-        blocks = pin.blocks[: -(-tokens // self._scheduler.block_size)]
-        loan = Loan(
-            loan_id=pins.lend(pin),
-            engine_id=self._engine_id,
-            host=self._settings.side_channel_host,
-            port=self._settings.side_channel_port,
-            tensor_parallel=self._settings.tensor_parallel,
-            blocks=tuple(block.block_id for block in blocks),
-            tokens_digest=tokens_digest(pin.tokens, tokens),
-        )
-        return self._handle(pin.pin_id, tokens, pin.lease_s, loan)
+        return self._translator.lend(pin, tokens)
 
     def reclaim(self, pin_id: str) -> None:
         """End the pin's loan."""
@@ -328,65 +293,12 @@ class EngineThread:
     def _take_outputs(self, outputs: Sequence[Any]) -> None:
         for output in outputs:
             job = self._jobs.get(output.request_id)
-            if job is not None:
-                self._take_output(job, output)
-
-    def _take_output(self, job: Job, output: Any) -> None:
-        completion = output.outputs[0]
-        record = self._scheduler.records[job.internal_id]
-        if not job.started and completion.token_ids:
-            job.started = True
-            if not job.lends_result:
-                stats = record.prefill_stats(self._block_bytes)
-                self._outbox.append((job, PrefillDone(stats)))
-        if completion.token_ids and not job.lends_result:
-            job.output_token_ids.extend(completion.token_ids)
-            job.characters += len(completion.text)
-            tokens_out = TokensOut(tuple(completion.token_ids), completion.text)
-            self._outbox.append((job, tokens_out))
-        elif completion.text:
-            job.characters += len(completion.text)
-            self._outbox.append((job, TokensOut((), completion.text)))
-        if not output.finished:
-            return
-        del self._jobs[job.request_id], self._scheduler.records[job.internal_id]
-        job.pin_id = record.pin_id
-        if not record.pin_id or completion.finish_reason not in ("stop", "length"):
-            reason = f"vLLM ended the request with {completion.finish_reason!r}"
-            self._outbox.append((job, AmpdError(ErrorReason.ENGINE_FAILED, reason)))
-        elif job.lends_result:
-            pin = self._scheduler.pins.get(record.pin_id)
-            handle = self._lent(pin, len(pin.tokens))
-            stats = record.prefill_stats(self._block_bytes)
-            self._outbox.append((job, PrefillResult(handle, stats)))
-        else:
-            self._outbox.append((job, self._done(job, completion)))
-
-    def _done(self, job: Job, completion: Any) -> GenerateDone:
-        outputs = len(job.output_token_ids)
-        kept = outputs
-        if completion.finish_reason == "stop" and isinstance(completion.stop_reason, str):
-            kept = kept_tokens(
-                self._llm.renderer.tokenizer,
-                job.tokens.tolist(),
-                job.output_token_ids,
-                job.characters,
-                skip_special_tokens=job.skip_special_tokens,
-            )
-        pins = self._scheduler.pins
-        pin = pins.get(job.pin_id)
-        pins.truncate(pin, len(job.tokens) + kept)
-        return GenerateDone(
-            finish_reason=FinishReason(completion.finish_reason),
-            stop_reason="" if completion.stop_reason is None else str(completion.stop_reason),
-            output_tokens=outputs,
-            kept_output_tokens=kept,
-            kv=self._handle(pin.pin_id, len(pin.tokens), pin.lease_s, None),
-        )
-
-    def _handle(self, pin_id: str, tokens: int, lease_s: float, loan: Loan | None) -> KvHandle:
-        payload = encode(Payload(pin_id, loan))
-        return KvHandle(self._worker_id, self._incarnation, tokens, lease_s, payload)
+            if job is None:
+                continue
+            record = self._scheduler.records[job.internal_id]
+            self._outbox.extend((job, o) for o in self._translator.take(job, output, record))
+            if output.finished:
+                del self._jobs[job.request_id], self._scheduler.records[job.internal_id]
 
     def _flush(self) -> None:
         if self._outbox:
