@@ -146,9 +146,15 @@ def number(spec: PolicySpec, name: str) -> float:
     return value
 
 
+def is_literal(spec: PolicySpec) -> bool:
+    """Whether a resolved policy is the paper's to the letter: its windows then know only what
+    has completed."""
+    return spec.name == AMPD_PAPER and bool(spec.settings["literal"])
+
+
 def queue_order(spec: PolicySpec) -> QueueOrder:
     """How prefill workers order their queues under a resolved policy (spec 5)."""
     if spec.name != AMPD_PAPER:
         return FIFO
     w = int(number(spec, "w"))
-    return QueueOrder(window=w, bound=w, by_arrival=bool(spec.settings["literal"]))
+    return QueueOrder(window=w, bound=w, by_arrival=is_literal(spec))

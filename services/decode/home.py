@@ -27,7 +27,7 @@ from ampd.core.model import (
     RoundOrder,
     WorkerLoad,
 )
-from ampd.core.policies import number
+from ampd.core.policies import is_literal, number
 from ampd.core.window import MeanWindow
 from ampd.ports import (
     ClaimedTask,
@@ -73,6 +73,7 @@ class Home:
         )
         self._unpinned: list[KvHandle] = []
         self._itl = MeanWindow()
+        self._counts_open = True
         self.draining = False
 
     # --- one round -------------------------------------------------------------------------
@@ -318,6 +319,7 @@ class Home:
     def apply_policy(self, policy: PolicySpec) -> None:
         """The policy in force from now on: its window is this worker's."""
         self._itl.window_s = number(policy, "window_s")
+        self._counts_open = not is_literal(policy)
 
     @property
     def running_rounds(self) -> int:
@@ -340,7 +342,7 @@ class Home:
                 self._cost.t_pre(r.order.keep_history_tokens, len(r.order.increment)) for r in local
             ),
             oldest_wait_s=max((now_s - r.started_s for r in local), default=0.0),
-            itl_window_s=self._itl.statistic(now_s, waits_s),
+            itl_window_s=self._itl.statistic(now_s, waits_s if self._counts_open else ()),
             running_rounds=len(decoding),
             running_context_tokens=sum(len(r.prompt) + len(r.output) for r in decoding),
             sessions=len(self._sessions),

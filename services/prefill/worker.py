@@ -16,7 +16,7 @@ import structlog
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import KvHandle, PolicySpec, PrefillTask, WorkerLoad
-from ampd.core.policies import number, queue_order
+from ampd.core.policies import is_literal, number, queue_order
 from ampd.core.prefill_queue import PrefillQueue
 from ampd.core.window import MeanWindow
 from ampd.ports import Clock, Engine, Peers, PrefillReport, PrefillRequest
@@ -81,6 +81,7 @@ class PrefillWorker:
         """The policy in force from now on: it orders the queue and sets the window."""
         self._queue.order = queue_order(policy)
         self._ttft.window_s = number(policy, "window_s")
+        self._counts_open = not is_literal(policy)
 
     # --- what homes call ---------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class PrefillWorker:
             queued_tasks=len(self._queue) + len(self._taken),
             queued_prefill_s=self._queue.total_s + self._busy_s(now_s),
             oldest_wait_s=max(open_s, default=0.0),
-            ttft_window_s=self._ttft.statistic(now_s, open_s),
+            ttft_window_s=self._ttft.statistic(now_s, open_s if self._counts_open else ()),
         )
 
     def _busy_s(self, now_s: float) -> float:
