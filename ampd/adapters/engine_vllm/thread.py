@@ -106,7 +106,7 @@ class EngineThread:
         self._ready.set_result(info)
         try:
             self._loop()
-        except Exception as error:  # noqa: BLE001 - every request is told, none is left hanging
+        except Exception as error:
             logging.getLogger(__name__).exception("the engine thread has failed")
             self.failure = AmpdError(ErrorReason.ENGINE_FAILED, f"vLLM failed: {error!r}")
         else:
