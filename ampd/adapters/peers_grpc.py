@@ -17,8 +17,9 @@ class PeerTimeouts:
 
     offer_s: float = 1.0
     withdraw_s: float = 2.0
-    claim_s: float = 5.0
-    """Its answer carries the whole prompt's tokens."""
+    claim_s: float = 20.0
+    """The home's engine lends the history between two steps, and a step may take seconds (CPU).
+    A home that is gone is noticed by the connection, long before."""
     complete_s: float = 5.0
 
 

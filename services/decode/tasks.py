@@ -184,6 +184,10 @@ class PrefillTasks:
             except AmpdError as error:
                 # The pin is gone (its lease ended): the worker computes the history too.
                 log.warning("history_not_lent", task=task_id, reason=error.reason)
+            except asyncio.CancelledError:
+                # The worker gave up waiting: it will not come back for the task.
+                self._fail(offered, "its claim was broken off")
+                raise
         if self._offered.get(task_id) is not offered:
             if offered.lent is not None:
                 await self._engine.reclaim(offered.lent)
@@ -200,11 +204,11 @@ class PrefillTasks:
     async def fail(self, task_id: str, worker_id: str, error_message: str) -> None:
         """The worker could not compute it: the round goes elsewhere. Unknown tasks are ignored."""
         offered = self._offered.get(task_id)
-        if (
-            offered is not None
-            and offered.target.worker_id == worker_id
-            and not offered.done.done()
-        ):
+        if offered is not None and offered.target.worker_id == worker_id:
+            self._fail(offered, error_message)
+
+    def _fail(self, offered: OfferedTask, error_message: str) -> None:
+        if not offered.done.done():
             offered.done.set_exception(AmpdError(ErrorReason.ENGINE_FAILED, error_message))
 
     def _owned(self, task_id: str, worker_id: str) -> OfferedTask:

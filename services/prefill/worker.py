@@ -162,9 +162,9 @@ class PrefillWorker:
             del self._taken[task_id]
 
     async def _report_failure(self, taken: TakenTask, error: AmpdError) -> None:
-        """The home goes on without this worker, unless it is the one that is gone."""
+        """The home goes on without this worker. One that could not be reached may be back."""
         log.warning("task_ended", task=taken.task.task_id, reason=error.reason, error=error.message)
-        if error.reason in {ErrorReason.TASK_GONE, ErrorReason.WORKER_UNAVAILABLE}:
+        if error.reason is ErrorReason.TASK_GONE:
             return
         home = self._peers.decode(taken.home_address, taken.home_incarnation)
         try:

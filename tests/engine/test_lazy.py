@@ -24,6 +24,7 @@ from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import (
     Finished,
     PrefillTarget,
+    Rerouted,
     RoundEvent,
     RoundOrder,
     RouteReason,
@@ -248,3 +249,20 @@ async def test_a_late_or_foreign_call_is_gone(setup: Setup) -> None:
         await setup.home.complete(task_id, "p0", report)
     assert again.value.reason is ErrorReason.TASK_GONE
     assert finished(await round_).usage.decode_computed_tokens <= 1
+
+
+async def test_a_claim_broken_off_moves_the_round_on(setup: Setup) -> None:
+    """The worker gave up waiting for its claim: the home does not wait for it either."""
+    history = await setup.with_history("s0", 300)
+    round_ = asyncio.create_task(events_of(setup.home, setup.order("s0", 1, history, 50)))
+    await until_queued(setup.worker, 1)
+    (task_id,) = setup.home._tasks._offered
+    claim = asyncio.create_task(setup.home.claim(task_id, "p0"))
+    await asyncio.sleep(0)
+    claim.cancel()
+    with suppress(asyncio.CancelledError):
+        await claim
+    async with asyncio.timeout(5):
+        events = await round_
+    assert any(isinstance(e, Rerouted) and e.prefill_worker is None for e in events)
+    assert finished(events).usage.prefill_computed_tokens == 0
