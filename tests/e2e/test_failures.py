@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from cluster_keeper import ClusterKeeper
 from engine_harness import RemoteEngine
-from raw_calls import RawClient, RunningRound, is_free, refused, round_request, until
+from raw_calls import POLL_S, RawClient, RunningRound, is_free, refused, round_request, until
 from rounds import RoundResult, Turn, random_tokens, reference
 
 from ampd.cli.cluster import LocalCluster, ServiceProcess
@@ -187,6 +187,39 @@ async def test_deadline(
     assert time.monotonic() - started_s < 1.0
     assert {refusal.code for refusal in told} == {grpc.StatusCode.DEADLINE_EXCEEDED}
     await check_given_up(raw, sessions, single_engine, rng)
+
+
+async def test_given_up_at_any_moment(cluster: LocalCluster, single_engine: RemoteEngine) -> None:
+    """Every round after one or two that were cancelled at random, the coordinators and the
+    policies taking turns: a mark that stays behind would shut out the other coordinator."""
+    rng = random.Random(10)
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(RawClient(address)) for address in cluster.addresses
+        ]
+
+        async def live(driven: Driven) -> None:
+            for _ in range(4):
+                client = rng.choice(clients)
+                await client.set_policy(rng.choice(["always-local", "always-remote"]))
+                for _ in range(rng.randrange(1, 3)):
+                    prompt = random_tokens(rng, rng.choice([5, 400]))
+                    running = client.start(round_request(driven.session_id, prompt, max_tokens=500))
+                    await asyncio.sleep(rng.random() ** 2 * 0.5)
+                    await running.cancel()
+                    await idle_again(client, driven.session_id)
+                await driven.round(rng.choice(clients), random_tokens(rng, 60), 10)
+
+        sessions = [Driven(await clients[0].create()) for _ in range(6)]
+        await asyncio.gather(*(live(driven) for driven in sessions))
+        await check_given_up(clients[0], sessions, single_engine, rng)
+
+
+async def idle_again(client: RawClient, session_id: str) -> None:
+    """Returns when the store says that the session's round is over."""
+    async with asyncio.timeout(2 * FREE_WITHIN_S):
+        while (await client.get(session_id)).state != SESSION_STATE_IDLE:  # noqa: ASYNC110 - remote
+            await asyncio.sleep(POLL_S)
 
 
 async def test_giving_up_frees_the_memory_itself(keeper: ClusterKeeper) -> None:
