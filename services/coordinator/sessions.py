@@ -17,8 +17,9 @@ from services.coordinator.coordinator import conflict, own_session
 
 log = structlog.get_logger(__name__)
 
-MAX_CLOSE_ATTEMPTS: Final = 8
-"""Compare-and-set attempts of a close: each lost one means that another writer got further."""
+MAX_WRITE_ATTEMPTS: Final = 8
+"""Compare-and-set attempts of a close or of a new policy: each lost one means that another
+writer got further."""
 
 
 class Sessions:
@@ -62,7 +63,7 @@ class Sessions:
 
         Repeating the request_id that closed it gives the same answer again.
         """
-        for _ in range(MAX_CLOSE_ATTEMPTS):
+        for _ in range(MAX_WRITE_ATTEMPTS):
             record = await self._store.get_session(session_id)
             if record is not None and record.tenant == tenant and _closed_by(record, request_id):
                 return record
@@ -105,15 +106,16 @@ class Admin:
         """Replace the policy. INVALID_FIELD: name or a setting; POLICY_CONFLICT: another version
         is in force. Setting the policy that is in force changes nothing."""
         wanted = policies.resolve(policy)
-        current = await self.get_policy()
-        if expected_version is not None and expected_version != current.version:
-            raise _policy_conflict(current.version)
-        if (wanted.name, dict(wanted.settings)) == (current.name, dict(current.settings)):
-            return current
-        wanted = replace(wanted, version=current.version + 1)
-        if not await self._store.set_policy(wanted, current.version):
-            raise _policy_conflict(current.version)
-        return wanted
+        for _ in range(MAX_WRITE_ATTEMPTS):
+            current = await self.get_policy()
+            if expected_version is not None and expected_version != current.version:
+                raise _policy_conflict(current.version)
+            if (wanted.name, dict(wanted.settings)) == (current.name, dict(current.settings)):
+                return current
+            wanted = replace(wanted, version=current.version + 1)
+            if await self._store.set_policy(wanted, current.version):
+                return wanted
+        raise _policy_conflict(current.version)
 
     async def explain(
         self, tenant: str, session_id: str, round_index: int | None

@@ -620,3 +620,12 @@ async def test_two_writers_of_the_policy(raw: RawClient, other: RawClient) -> No
     assert told.metadata == {"version": str(version + 1)}
     now = (await other.call(other.admin.GetPolicy, admin_pb.GetPolicyRequest())).policy
     assert (now.name, now.version) == ("always-local", version + 1)
+    # Whoever names no version is never refused for another's write.
+    requests = [
+        admin_pb.SetPolicyRequest(policy=policy("always-remote", window_s=window_s))
+        for window_s in (3, 4, 5, 6)
+    ]
+    answers = await asyncio.gather(
+        *(c.call(c.admin.SetPolicy, r) for r in requests for c in (raw, other))
+    )
+    assert max(answer.policy.version for answer in answers) > version + 1
