@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import structlog
@@ -38,6 +39,8 @@ class TakenTask:
     compute_s: float
     """Predicted."""
     carrier: asyncio.Task[None] | None = None
+    in_engine: bool = True
+    """Whether it still holds one of the engine's places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class PrefillWorker:
                 taken = await self._take()
                 self._taken[taken.task.task_id] = taken
                 taken.carrier = carriers.create_task(self._carry_out(taken))
+                taken.carrier.add_done_callback(partial(self._end, taken))
 
     async def _take(self) -> TakenTask:
         while True:
@@ -144,7 +148,7 @@ class PrefillWorker:
                     PrefillRequest(task_id, claimed.tokens, claimed.history)
                 )
             finally:
-                self._free.release()
+                self._leave_engine(taken)
             try:
                 report = PrefillReport(
                     result.kv, result.stats, queue_s=taken.taken_s - taken.task.created_s
@@ -158,8 +162,18 @@ class PrefillWorker:
             self._remember(task_id, result.kv, now_s)
         except AmpdError as error:
             await self._report_failure(taken, error)
-        finally:
-            del self._taken[task_id]
+
+    def _leave_engine(self, taken: TakenTask) -> None:
+        """Make room for the next task, once."""
+        if taken.in_engine:
+            taken.in_engine = False
+            self._free.release()
+
+    def _end(self, taken: TakenTask, _carrier: asyncio.Task[None]) -> None:
+        """The carrier is done, or was withdrawn before its first step, which nothing inside it
+        would see."""
+        self._leave_engine(taken)
+        del self._taken[taken.task.task_id]
 
     async def _report_failure(self, taken: TakenTask, error: AmpdError) -> None:
         """The home goes on without this worker. One that could not be reached may be back."""

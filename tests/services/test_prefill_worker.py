@@ -1,0 +1,71 @@
+"""The prefill worker's queue and pump: the real worker, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from stepping_engine import SteppingEngine
+
+from ampd.adapters.peers_loopback import LoopbackNetwork, LoopbackPeers
+from ampd.core.cost_model import CostModel
+from ampd.core.model import PrefillTask, Slo
+from ampd.core.policies import DEFAULT_POLICY, resolve
+from services.prefill.worker import TASKS_IN_ENGINE, PrefillWorker
+
+
+def task(number: int) -> PrefillTask:
+    return PrefillTask(
+        task_id=f"d0/s/{number}",
+        session_id="s",
+        round_index=number,
+        home="d0",
+        history_tokens=0,
+        increment_tokens=20,
+        created_s=time.monotonic(),
+        slo=Slo(10.0, 1.0),
+    )
+
+
+@asynccontextmanager
+async def pumping() -> AsyncIterator[PrefillWorker]:
+    """Its tasks' home does not exist: each ends at its claim."""
+    worker = PrefillWorker(
+        worker_id="p0",
+        engine=SteppingEngine(CostModel()),
+        peers=LoopbackPeers(LoopbackNetwork(), home_address="p0", home_incarnation=1),
+        cost=CostModel(),
+        policy=resolve(DEFAULT_POLICY),
+        max_queued_tasks=8,
+        clock=time.monotonic,
+    )
+    pump = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        pump.cancel()
+        await asyncio.wait({pump})
+
+
+async def until_idle(worker: PrefillWorker) -> None:
+    async with asyncio.timeout(2):
+        while worker.busy:  # noqa: ASYNC110 - what is awaited has no event
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_a_task_withdrawn_as_it_is_taken_gives_its_place_back(steps: int) -> None:
+    async with pumping() as worker:
+        await asyncio.sleep(0)
+        for number in range(2 * TASKS_IN_ENGINE):
+            await worker.offer(task(number), "d0", 1)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await worker.withdraw(task(number).task_id)
+        await until_idle(worker)
+        await worker.offer(task(99), "d0", 1)
+        await until_idle(worker)
+        assert worker.load().queued_tasks == 0
