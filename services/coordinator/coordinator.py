@@ -18,7 +18,7 @@ import structlog
 
 from ampd.core import lifecycle
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.lifecycle import RunningRound, SessionRecord
+from ampd.core.lifecycle import RunningRound, SessionRecord, SessionState
 from ampd.core.model import (
     Accepted,
     BindDecision,
@@ -385,7 +385,10 @@ class Coordinator:
             try:
                 # Read, not remembered: of a write that failed nobody knows whether it was made.
                 stored = await self._store.get_session(session_id)
-                if stored is None or not _is_at(stored, round_.attempt_id):
+                if stored is None or stored.state is SessionState.CLOSED:
+                    await self._release(round_)
+                    return
+                if not _is_at(stored, round_.attempt_id):
                     return
                 idle = lifecycle.discard(stored, now_unix_s=self._wall_clock())
                 if await self._store.compare_and_set(idle, stored.version, writes):
@@ -395,6 +398,19 @@ class Coordinator:
                     log.warning("discard_failed", session=session_id, reason=error.reason)
                     return
             await asyncio.sleep(DISCARD_RETRY_S)
+
+    async def _release(self, round_: Round) -> None:
+        """The session was closed meanwhile: its close may have reached the home before the
+        round's order did."""
+        for home, _ in round_.homes:
+            if round_.record is not None and home.info.worker_id == round_.record.decode_worker:
+                try:
+                    await self._homes.home(home.info).release(round_.session.session_id)
+                except AmpdError as error:
+                    # Closed is closed: a home that cannot be told drops it as idle.
+                    log.warning(
+                        "release_failed", session=round_.session.session_id, reason=error.reason
+                    )
 
 
 def _is_at(session: SessionRecord, attempt_id: str) -> bool:

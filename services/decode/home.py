@@ -91,6 +91,7 @@ class Home:
         session, round_ = self._admit(order)
         # A task of its own, so that another call can end the round and nothing else.
         round_.task = asyncio.create_task(self._carry_out(session, round_))
+        round_.task.add_done_callback(lambda _: self._end(session, round_))
         try:
             while True:
                 event = await round_.events.get()
@@ -119,16 +120,17 @@ class Home:
             stats, done = await self._decode(round_)
             emit(self._settle(session, round_, stats, done))
             await self._release_pins()
-        except asyncio.CancelledError:
-            if round_.superseded is not None:
-                emit(round_.superseded)
-            raise
         except Exception as error:  # noqa: BLE001 - the caller gets it
             emit(error)
-        finally:
-            if session.round is round_:
-                self._discard(session, round_)
-            round_.ended.set()
+
+    def _end(self, session: ResidentSession, round_: RunningRound) -> None:
+        """The round's task is done, or was superseded before its first step, which nothing
+        inside it would see."""
+        if session.round is round_:
+            self._discard(session, round_)
+        if round_.superseded is not None:
+            round_.events.put_nowait(round_.superseded)
+        round_.ended.set()
 
     def _admit(self, order: RoundOrder) -> tuple[ResidentSession, RunningRound]:
         """Take the round in, or refuse it with nothing changed. In one step, so that no other
@@ -271,13 +273,14 @@ class Home:
 
     async def release(self, session_id: str) -> None:
         """Free all that the session holds here, its running round included. Idempotent."""
-        await self.supersede(
-            session_id, AmpdError(ErrorReason.SESSION_NOT_FOUND, f"session {session_id} was closed")
-        )
-        session = self._sessions.get(session_id)
-        if session is not None:
-            self._drop(session)
-            await self._release_pins()
+        closed = AmpdError(ErrorReason.SESSION_NOT_FOUND, f"session {session_id} was closed")
+        # Again for an order that waited for the same end: it is admitted before this goes on.
+        while (session := self._sessions.get(session_id)) is not None:
+            if session.round is None:
+                self._drop(session)
+                await self._release_pins()
+                return
+            await self.supersede(session_id, closed)
 
     async def sweep(self) -> None:
         """Forget the sessions that nobody has used for long: the store has their tokens."""

@@ -133,8 +133,9 @@ class PrefillTasks:
             raise
         finally:
             del self._offered[task.task_id]
-            if offered.lent is not None:
-                self._chores.create_task(self._engine.reclaim(offered.lent), name="reclaim")
+            # Of a claim that was broken off nobody knows whether it lent.
+            if offered.history is not None and offered.claimed.is_set():
+                self._chores.create_task(self._engine.reclaim(offered.history), name="reclaim")
 
     async def _outcome(self, offered: OfferedTask, peer: PrefillPeer) -> PrefillReport:
         limits = self._limits
