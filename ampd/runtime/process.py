@@ -22,6 +22,8 @@ from ampd.runtime.settings import ServiceSettings
 log = structlog.get_logger(__name__)
 
 HOST_PORT: Final = r"^.+:[1-9][0-9]{0,4}$"
+WORKER_ID: Final = r"^[!-~]{1,64}$"
+STORE_URL: Final = r"^(redis|rediss|unix)://."
 STORE_RETRY_S: Final = 0.5
 DRAIN_POLL_S: Final = 0.05
 
@@ -29,7 +31,7 @@ DRAIN_POLL_S: Final = 0.05
 class ProcessSettings(ServiceSettings):
     """Common to all services."""
 
-    worker_id: str
+    worker_id: str = Field(pattern=WORKER_ID)
     """Unique name in the cluster."""
     listen: str = Field(pattern=HOST_PORT)
     """host:port of the gRPC server."""
@@ -37,7 +39,7 @@ class ProcessSettings(ServiceSettings):
     """host:port that others reach it by; default: that of `listen`."""
     model: str
     """Folder of the model."""
-    store_url: str
+    store_url: str = Field(pattern=STORE_URL)
     """Shared store: redis://, rediss:// or unix:// URL of a Valkey or Redis."""
     store_prefix: str = "ampd"
     """In front of every key: clusters with different prefixes may share a store."""

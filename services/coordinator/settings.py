@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 
 from ampd.core.model import ItlStatistic, PolicySpec, Slo
 from ampd.core.policies import AMPD_PAPER, resolve
-from ampd.runtime.process import ProcessSettings
+from ampd.runtime.process import HOST_PORT, WORKER_ID, ProcessSettings
 
 TOKENISE_INLINE_CHARS: Final = 16_384
 """A longer increment is tokenised off the event loop: it would stall every stream."""
@@ -28,9 +28,9 @@ class RoundLimits:
 class CoordinatorSettings(ProcessSettings):
     """ampd-coordinator: serves clients, binds sessions, routes prefills."""
 
-    worker_id: str = "coordinator-0"
+    worker_id: str = Field("coordinator-0", pattern=WORKER_ID)
     """Unique name in the cluster."""
-    listen: str = "127.0.0.1:7070"
+    listen: str = Field("127.0.0.1:7070", pattern=HOST_PORT)
     """host:port to serve clients on."""
     model_name: str = ""
     """Name that clients see; default: that of the model's folder."""

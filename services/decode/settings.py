@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from ampd.runtime.process import WORKER_ID
 from ampd.runtime.worker import WorkerSettings
 
 
@@ -28,7 +29,7 @@ class HomeLimits:
 class DecodeSettings(WorkerSettings):
     """ampd-decode: owns sessions and decodes them."""
 
-    worker_id: str = "decode-0"
+    worker_id: str = Field("decode-0", pattern=WORKER_ID)
     """Unique name in the cluster."""
     max_sessions: PositiveInt = 4096
     """Sessions resident at once; the least recently used paused one makes room."""

@@ -7,10 +7,10 @@ a completion that finds none is `gone`, and nothing is computed or handed over t
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 
 import structlog
 
@@ -70,7 +70,6 @@ class PrefillTasks:
         self._limits = limits
         self._chores = chores
         self._offered: dict[str, OfferedTask] = {}
-        self._numbers = count(1)
 
     async def prefill(
         self, order: RoundOrder, prompt: Tokens, history: KvHandle | None
@@ -102,8 +101,8 @@ class PrefillTasks:
     ) -> ComputedPrefill:
         """Offer, and wait until the worker has computed it, failed, or is lost."""
         task = PrefillTask(
-            task_id=f"{self._worker_id}/{order.session_id}/{order.round_index}"
-            f"/{next(self._numbers)}",
+            # Unlike any of an earlier life of this worker, and short enough for the wire.
+            task_id=f"{order.session_id[:32]}/{order.round_index}/{uuid.uuid4().hex[:16]}",
             session_id=order.session_id,
             round_index=order.round_index,
             home=self._worker_id,

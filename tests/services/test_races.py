@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 
 import pytest
 from inprocess import InProcess, LocalHome, in_process, request, run
@@ -27,6 +29,7 @@ from ampd.core.model import (
     Slo,
     WorkerInfo,
 )
+from ampd.wire import names
 from services.coordinator.sessions import Sessions
 from services.decode.home import Home
 from services.decode.settings import HomeLimits
@@ -162,7 +165,7 @@ class SilentPrefill:
         return self
 
     async def offer(self, task: PrefillTask) -> None:
-        self.task_id = task.task_id
+        self.task_id = names.required_id(task.task_id, "task_id")
 
     async def withdraw(self, task_id: str) -> None:
         pass
@@ -175,7 +178,7 @@ async def test_a_claim_broken_off_while_it_lends_leaves_no_loan() -> None:
     async with asyncio.TaskGroup() as chores:
         engine, peer = LendingEngine(), SilentPrefill()
         tasks = PrefillTasks(
-            worker_id="d0",
+            worker_id="w" * names.MAX_NAME_CHARS,
             engine=engine,
             peers=peer,  # type: ignore[arg-type]
             limits=HomeLimits(),
@@ -185,7 +188,7 @@ async def test_a_claim_broken_off_while_it_lends_leaves_no_loan() -> None:
         history = KvHandle("d0", 1, 16, 60.0, b"1")
 
         async def prefill() -> None:
-            wanted = order()
+            wanted = replace(order(), session_id=uuid.uuid4().hex, round_index=1000)
             places = tasks._prefill_at(target, wanted, wanted.increment, history)
             with pytest.raises(AmpdError):
                 await places
