@@ -41,12 +41,12 @@ from ampd.v1.session_pb2 import Slo as SloMessage
 from ampd.v1.worker_pb2 import WorkerRole
 from ampd.wire.times import duration_to_proto
 
-TTFT_SLO_FACTOR: Final = 1.5
+TTFT_SLO_FACTOR: Final = 2.5
 ITL_SLO_FACTOR: Final = 6.0
 """The SLO in unloaded rounds. So tight that the prefill worker alone cannot meet it once
 several agents come at the same time, and loose enough for a decode worker to help out: both
 kinds of execution are in the policy's reach, on any machine."""
-PREDICTED_TTFT_SLO_FACTOR: Final = 3.0
+PREDICTED_TTFT_SLO_FACTOR: Final = 5.0
 """The TTFT SLO in predicted rounds at most: on a machine that is busy with other things just
 now, unloaded rounds take much longer than they need to."""
 KV_CACHE_BYTES: Final = 1 << 30
