@@ -50,6 +50,7 @@ from services.coordinator.settings import RoundLimits
 
 log = structlog.get_logger(__name__)
 
+MAX_BEGIN_ATTEMPTS: Final = 3
 DISCARD_TIMEOUT_S: Final = 10.0
 DISCARD_RETRY_S: Final = 0.5
 
@@ -117,13 +118,12 @@ class Coordinator:
         created_s = self._clock()
         self.running_rounds += 1
         try:
-            context = await self._store.load_round(request.session_id, request.request_id)
-            session = own_session(context.session, tenant, request.session_id)
-            if context.replay is not None:
-                for event in decode_outcome(context.replay).events():
+            begun = await self._begin(tenant, request, created_s, timeout_s)
+            if isinstance(begun, RoundOutcome):
+                for event in begun.events():
                     yield event
                 return
-            round_ = await self._advance(session, context, request, created_s, timeout_s)
+            round_ = begun
             settled = False
             try:
                 async with aclosing(self._execute(round_)) as events:
@@ -139,7 +139,27 @@ class Coordinator:
         finally:
             self.running_rounds -= 1
 
-    # --- advance: from idle to running, by compare-and-set ---------------------------------
+    # --- load and advance: from idle to running, by compare-and-set ------------------------
+
+    async def _begin(
+        self, tenant: str, request: RoundRequest, created_s: float, timeout_s: float | None
+    ) -> Round | RoundOutcome:
+        """Load and advance: the round begun, or the answer that this request_id has got already.
+
+        A lost race is looked at again: most often it was the end of a round just cancelled.
+        """
+        for attempt in range(1, MAX_BEGIN_ATTEMPTS + 1):
+            context = await self._store.load_round(request.session_id, request.request_id)
+            session = own_session(context.session, tenant, request.session_id)
+            if context.replay is not None:
+                return decode_outcome(context.replay)
+            try:
+                return await self._advance(session, context, request, created_s, timeout_s)
+            except AmpdError as error:
+                lost = error.reason is ErrorReason.SESSION_CONFLICT
+                if not lost or attempt == MAX_BEGIN_ATTEMPTS:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     async def _advance(
         self,

@@ -347,3 +347,26 @@ async def test_an_engine_that_fails_ends_the_round_cleanly() -> None:
         engine.generate = working  # type: ignore[method-assign]
         assert (await run(cluster.coordinators[0], request(session_id))).finished
         await check_books(cluster)
+
+
+async def test_a_round_that_follows_a_cancelled_one_never_loses_to_its_end() -> None:
+    """Until the cancelled round has ended it is still running; then the next one begins."""
+    async with in_process("d0") as cluster:
+        session_id = await cluster.new_session()
+        (coordinator,) = cluster.coordinators
+        for _ in range(20):
+            round_ = asyncio.create_task(run(coordinator, request(session_id, max_tokens=1000)))
+            await asyncio.sleep(0.01)
+            round_.cancel()
+            outcome = None
+            while outcome is None:
+                try:
+                    outcome = await run(coordinator, request(session_id, keep=0))
+                except AmpdError as error:
+                    if error.reason is not ErrorReason.ROUND_RUNNING:
+                        raise
+                    await asyncio.sleep(0)
+            assert outcome.finished.history_tokens == 24
+            with suppress(asyncio.CancelledError):
+                await round_
+        await check_books(cluster)
