@@ -62,7 +62,8 @@ class EmbeddedStore:
     async def start(self) -> str:
         """Start the server if it does not run, and give its `url` once it answers.
         AmpdError STORE_UNAVAILABLE, with the end of its log, when it does not come up."""
-        if self._process is not None and self._process.returncode is None:
+        # Asked, not remembered: the news of a killed server's end may not have come yet.
+        if self._process is not None and self._port is not None and await self._answers(self._port):
             return self.url
         await self.stop()
         log = ""

@@ -128,3 +128,16 @@ async def test_it_dies_with_a_killed_parent(tmp_path: Path) -> None:
     await parent.communicate()
 
     await gone(pid)
+
+
+async def test_a_start_right_after_a_kill_brings_it_back() -> None:
+    async with EmbeddedStore() as store:
+        for _ in range(5):
+            assert store.pid is not None
+            os.kill(store.pid, signal.SIGKILL)
+            url = await store.start()
+            client = Redis.from_url(url)
+            try:
+                assert await client.ping()
+            finally:
+                await client.aclose()
