@@ -1,4 +1,4 @@
-"""How many prompt tokens the next step of a decode worker may prefill (policy.md, rule 1).
+"""How many prompt tokens the next step of a decode worker may prefill: the ITL-safe chunk.
 
 Every running stream has a *bank*: the time its mean inter-token latency may still waste,
 `itl_slo * (emitted - 1) - (now - first token)`. A step may take 0.97 of the ITL SLO plus the
@@ -7,7 +7,7 @@ predicted step keeps within that for every stream that can still be saved.
 
 Prefill is never starved for ever: with a stream that would forbid even the smallest chunk for
 more than SAVE_HORIZON_STEPS pure decode steps its SLO cannot be had together with any
-prefill, so it leaves the minimum (engine.md).
+prefill, so it leaves the minimum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ampd.core.cost_model import CostModel
 from ampd.core.model import ItlStatistic
 
 TARGET: Final = 0.97
-"""Share of the ITL SLO that a step aims at (engine.md: with it every stream kept its SLO)."""
+"""Share of the ITL SLO that a step aims at: on vLLM on a CPU every stream kept its SLO with it."""
 DEBT_SHARE: Final = 0.25
 """Share of a negative bank that the next step pays back."""
 MAX_STEP_SLOS: Final = 2.0
@@ -91,7 +91,7 @@ def chunk_tokens(
 
 
 def calibrate(calibration: float, predicted_s: float, measured_s: float) -> float:
-    """The running mean of measured over predicted, one step later (policy.md, part 7).
+    """The running mean of measured over predicted, one step later.
 
     `predicted_s` is the cost model's own prediction, not yet calibrated. A prediction of 0
     teaches nothing.

@@ -15,7 +15,7 @@ from ampd.core.cost_model import (
 )
 
 SMOLLM2 = MixedCost(52.9e-3, 2.91e-3, 2.52e-3, 9.3e-6, 2.47e-6)
-"""SmolLM2 on one CPU thread, measured (engine.md)."""
+"""SmolLM2 on one CPU thread, as measured with vLLM."""
 
 coefficients = st.one_of(st.just(0.0), st.floats(1e-9, 1e-1))
 sizes = st.integers(0, 200_000)
