@@ -28,7 +28,8 @@ async def test_pins_alone_cost_no_cpu(pair: Pair) -> None:
     await asyncio.sleep(2.0)
     lent = (await pair.decode.cpu_s() - before_s) / 2.0  # type: ignore[attr-defined]
     print(f"CPU with pins {idle:.2%} of a core, with one lent {lent:.2%}")  # noqa: T201
-    assert idle < 0.02
+    # torch's own threads take about 2 %; polling would take 10 % and more.
+    assert idle < 0.06
     assert lent < 0.5
     for kv in pins:
         await pair.decode.release(kv)
