@@ -21,17 +21,10 @@ RETRY_AFTER_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FootprintEstimate:
-    """The running mean of the KV (tokens) that ended sessions had held at their largest."""
+    """The mean KV (tokens) that sessions hold, over so many of them."""
 
     sessions: int = 0
     mean_tokens: float = 0.0
-
-    def observe(self, session_tokens: int) -> FootprintEstimate:
-        """The estimate after one more session."""
-        sessions = self.sessions + 1
-        return FootprintEstimate(
-            sessions, self.mean_tokens + (session_tokens - self.mean_tokens) / sessions
-        )
 
     def tokens(self, first_round_tokens: int) -> int:
         """What a new session will hold: the mean, at least its first round."""

@@ -7,7 +7,6 @@ left it. All instants are on the worker's clock, sizes in seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import Final
 
 from ampd.core.errors import AmpdError, ErrorReason
@@ -41,13 +40,12 @@ FIFO: Final = QueueOrder()
 @dataclass(slots=True)
 class QueuedPrefill:
     """A task that waits: `compute_s` and `read_s` are its predicted computation and history
-    read; behind `expires_s` nobody wants its result."""
+    read."""
 
     task: PrefillTask
     arrived_s: float
     compute_s: float
     read_s: float
-    expires_s: float
     postponed: int = 0
 
 
@@ -91,7 +89,6 @@ class PrefillQueue:
         now_s: float,
         compute_s: float,
         read_s: float = 0.0,
-        expires_s: float = inf,
     ) -> None:
         """Put a task at the end. A repeated `task_id` changes nothing.
 
@@ -106,7 +103,7 @@ class PrefillQueue:
                 f"the prefill queue holds its {self._max_tasks} tasks",
                 retry_after_s=max(MIN_RETRY_AFTER_S, next_s),
             )
-        self._waiting[task.task_id] = QueuedPrefill(task, now_s, compute_s, read_s, expires_s)
+        self._waiting[task.task_id] = QueuedPrefill(task, now_s, compute_s, read_s)
 
     def take(self, now_s: float, busy_s: float = 0.0) -> QueuedPrefill | None:
         """Remove and return the task to serve next; None when nothing waits.
@@ -131,15 +128,9 @@ class PrefillQueue:
         return self._waiting.pop(entries[index].task.task_id)
 
     def remove(self, task_id: str) -> QueuedPrefill | None:
-        """Take a cancelled task out; None when it is not waiting here."""
+        """Take a task out that is void, cancelled or past its deadline (its home withdraws both);
+        None when it is not waiting here."""
         return self._waiting.pop(task_id, None)
-
-    def expire(self, now_s: float) -> list[QueuedPrefill]:
-        """Take out and return every task that nobody wants any more."""
-        expired = [entry for entry in self._waiting.values() if entry.expires_s <= now_s]
-        for entry in expired:
-            del self._waiting[entry.task.task_id]
-        return expired
 
     def _jobs(self, entries: list[QueuedPrefill], busy_s: float) -> list[Job]:
         """What the selection sees. A read is hidden by the computation before it: which one

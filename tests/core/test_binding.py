@@ -48,7 +48,7 @@ def test_most_unreserved_kv_first() -> None:
         [worker("a", reserved=9000), worker("b", reserved=100), worker("c", capacity=9950)],
         prompt_tokens=100,
         max_tokens=50,
-        footprint=FootprintEstimate().observe(1000),
+        footprint=FootprintEstimate(1, 1000.0),
     )
     assert [(d.worker_id, d.free_kv_tokens) for d in found] == [
         ("c", 9950),
@@ -97,11 +97,9 @@ def test_room_later_but_not_now_has_a_retry_hint() -> None:
     assert error.retry_after_s is not None
 
 
-def test_footprint_is_a_running_mean_of_at_least_the_first_round() -> None:
-    estimate = NOTHING
-    assert estimate.tokens(300) == 300
-    for tokens in (100, 200, 600):
-        estimate = estimate.observe(tokens)
+def test_footprint_is_the_mean_but_at_least_the_first_round() -> None:
+    assert NOTHING.tokens(300) == 300
+    estimate = FootprintEstimate(3, 300.0)
     assert estimate.tokens(50) == 300
     assert estimate.tokens(500) == 500
 
