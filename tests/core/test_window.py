@@ -60,11 +60,13 @@ def test_exact_to_one_slice_in_bounded_memory(steps: list[tuple[float, float]]) 
         added.append((now_s, value_s))
         assert len(window._slices) <= SLICES + 1
     seen = window.statistic(now_s)
-    # The statistic is the mean of a suffix that begins within one slice of the window.
-    start_s = now_s - 10.0
+    # The statistic is the mean of a suffix: nothing older than the window is in it, and nothing
+    # younger than the window's start plus one slice is missing.
+    start_s, edge_s = now_s - 10.0, 1e-9
     means = []
     for first, (at_s, _) in enumerate(added):
-        if at_s <= start_s + 10.0 / SLICES or first == 0 or added[first - 1][0] <= start_s:
+        missing_s = added[first - 1][0] if first else start_s
+        if at_s > start_s - edge_s and missing_s < start_s + 10.0 / SLICES + edge_s:
             values = [value for _, value in added[first:]]
             means.append(sum(values) / len(values))
     assert not added or any(seen == pytest.approx(mean) for mean in means)
