@@ -95,6 +95,12 @@ class GenerateRequest:
 
     `kv`: a prefill worker's result: pull what the own prefix cache lacks, compute at most one
     token. None: prefill locally over the own prefix cache, in chunks that respect `slo`.
+
+    `output`: what the round has said already, elsewhere or before; it follows `tokens`, and `kv`
+    covers it. `sampling` is the whole round's: max_tokens and min_tokens count `output`,
+    penalties and stop strings see it. Only what is new is emitted: tokens behind `output`, text
+    behind its first `text_chars` characters. Greedy, the stream is the one that a single
+    request would have had. An output that has ended already gives PrefillDone and GenerateDone.
     """
 
     request_id: str
@@ -102,6 +108,8 @@ class GenerateRequest:
     kv: KvHandle | None
     sampling: SamplingParams
     slo: Slo
+    output: Tokens = field(default_factory=lambda: array("I"))
+    text_chars: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ class PrefillDone:
 class GenerateDone:
     """The end of a generation. `kv` pins the KV of tokens + kept output (less at most the
     last token) on this engine until released; `kept_output_tokens` excludes the cut-off tail
-    of a stop string. `stop_reason`: the stop string or token id that ended it, or ''."""
+    of a stop string; both counts include the request's own `output`. `stop_reason`: the stop string or token id that ended it, or ''."""
 
     finish_reason: FinishReason
     stop_reason: str
@@ -192,6 +200,47 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free connections and what else is held. Idempotent."""
+        ...
+
+
+# --- KV transport -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KvPiece:
+    """So many bytes from there to here: offsets into the owner's and the reader's memory."""
+
+    remote_offset: int
+    local_offset: int
+    length: int
+
+
+class KvTransport(Protocol):
+    """Moves bytes between the memories of engines, pull only: the reader names what it wants,
+    the owner's code takes no part. Who may read what, and until when, is the engines' matter."""
+
+    def register(self, memory: memoryview) -> None:
+        """The memory that peers read from and reads go to: once, before anything else."""
+        ...
+
+    @property
+    def locator(self) -> bytes:
+        """How a peer's transport of the same kind reaches this memory; it travels in handles and
+        names this very life of it."""
+        ...
+
+    def serve(self, *, lent: bool) -> None:
+        """Whether anything is lent: only then the transport may cost time when idle."""
+        ...
+
+    async def read(self, locator: bytes, pieces: Sequence[KvPiece], timeout_s: float) -> None:
+        """Copy the pieces into the own memory. AmpdError WORKER_UNAVAILABLE when the peer is
+        gone, is another life, or does not answer in time; INVALID_FIELD for a locator of
+        another kind. When this returns, raises or is cancelled, no byte lands any more."""
+        ...
+
+    async def close(self) -> None:
+        """Free memory registrations and connections. Idempotent."""
         ...
 
 

@@ -55,6 +55,8 @@ class ErrorReason(StrEnum):
     """The inference engine failed on this request."""
     INTERNAL = "INTERNAL"
     """A defect of AMPD."""
+    TOOL_NOT_FOUND = "TOOL_NOT_FOUND"
+    """No server-side tool of that name."""
 
 
 @dataclass(frozen=True, slots=True)

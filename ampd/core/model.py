@@ -374,6 +374,32 @@ class PrefillTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What a session is, whatever its rounds: a home publishes it again when the shared store
+    has lost it."""
+
+    tenant: str
+    model: str
+    created_unix_s: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedOutput:
+    """What a round has said so far, when it goes on elsewhere or later: at least one token.
+
+    `text` is that of the tokens as far as it was streamed; `gaps_s` are the times between
+    successive tokens, one fewer than there are tokens.
+    """
+
+    token_ids: array[int]
+    text: str
+    first_token_s: float
+    last_token_s: float
+    gaps_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RoundOrder:
     """What a coordinator orders from a home: one round of a session, and where to prefill it.
 
@@ -398,13 +424,26 @@ class RoundOrder:
     targets: tuple[PrefillTarget, ...] = ()
     footprint_tokens: int = 0
     """KV that the session is expected to need in all."""
+    resumed: ResumedOutput | None = None
+    """Output that the round has already: the home goes on behind it. `increment` and `sampling`
+    are those of the whole round."""
+    admission_wait_s: float | None = None
+    """How long the round may wait for KV that others hold; None: the home's own limit."""
+    detached: bool = False
+    """The shared store could not be asked: a round that runs at the home is newer, not older."""
+    facts: SessionFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The round is admitted: the first event, once. From now on the home holds the session."""
+    """The round is admitted: the first event, once. From now on the home holds the session.
+
+    `resumed`: output that the home kept of an earlier order with the same request_id, and goes
+    on with; None when the order brought it, or when there is none.
+    """
 
     history_rebuilt: bool
+    resumed: ResumedOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)

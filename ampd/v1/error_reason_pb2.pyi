@@ -70,6 +70,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INTERNAL: the inference engine failed on this request."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 21
     """INTERNAL: a defect of AMPD."""
+    ERROR_REASON_TOOL_NOT_FOUND: _ErrorReason.ValueType  # 22
+    """NOT_FOUND: no server-side tool of that name."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused: the `reason` of the google.rpc.ErrorInfo (domain "ampd.dev") in the
@@ -125,4 +127,6 @@ ERROR_REASON_ENGINE_FAILED: ErrorReason.ValueType  # 20
 """INTERNAL: the inference engine failed on this request."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 21
 """INTERNAL: a defect of AMPD."""
+ERROR_REASON_TOOL_NOT_FOUND: ErrorReason.ValueType  # 22
+"""NOT_FOUND: no server-side tool of that name."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -32,6 +32,7 @@ STATUS_CODES: Final[Mapping[ErrorReason, grpc.StatusCode]] = {
     ErrorReason.SESSION_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     ErrorReason.ROUND_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     ErrorReason.WORKER_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorReason.TOOL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     ErrorReason.ROUND_RUNNING: grpc.StatusCode.FAILED_PRECONDITION,
     ErrorReason.SESSION_CONFLICT: grpc.StatusCode.ABORTED,
     ErrorReason.POLICY_CONFLICT: grpc.StatusCode.ABORTED,

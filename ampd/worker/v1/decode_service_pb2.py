@@ -28,9 +28,10 @@ from ampd.v1 import session_pb2 as ampd_dot_v1_dot_session__pb2
 from ampd.v1 import session_service_pb2 as ampd_dot_v1_dot_session__service__pb2
 from ampd.worker.v1 import kv_pb2 as ampd_dot_worker_dot_v1_dot_kv__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#ampd/worker/v1/decode_service.proto\x12\x0e\x61mpd.worker.v1\x1a\x13\x61mpd/v1/round.proto\x1a\x1d\x61mpd/v1/sampling_params.proto\x1a\x15\x61mpd/v1/session.proto\x1a\x1d\x61mpd/v1/session_service.proto\x1a\x17\x61mpd/worker/v1/kv.proto\x1a\x1egoogle/protobuf/duration.proto\"H\n\rPrefillTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x93\x03\n\x0fRunRoundRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x13\n\x0bround_index\x18\x04 \x01(\r\x12\x1b\n\x13keep_history_tokens\x18\x05 \x01(\r\x12\x11\n\tincrement\x18\x06 \x01(\x0c\x12\x14\n\x07history\x18\x07 \x01(\x0cH\x00\x88\x01\x01\x12)\n\x08sampling\x18\x08 \x01(\x0b\x32\x17.ampd.v1.SamplingParams\x12\x19\n\x03slo\x18\t \x01(\x0b\x32\x0c.ampd.v1.Slo\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x07targets\x18\x0b \x03(\x0b\x32\x1d.ampd.worker.v1.PrefillTarget\x12$\n\x06reason\x18\x0c \x01(\x0e\x32\x14.ampd.v1.RouteReason\x12\x18\n\x10\x66ootprint_tokens\x18\r \x01(\x04\x42\n\n\x08_history\"(\n\rRoundAccepted\x12\x17\n\x0fhistory_rebuilt\x18\x01 \x01(\x08\"l\n\rRoundRerouted\x12\x1d\n\x05route\x18\x01 \x01(\x0e\x32\x0e.ampd.v1.Route\x12$\n\x06reason\x18\x02 \x01(\x0e\x32\x14.ampd.v1.RouteReason\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\"\xd4\x01\n\x10RunRoundResponse\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.ampd.worker.v1.RoundAcceptedH\x00\x12\x31\n\x08rerouted\x18\x02 \x01(\x0b\x32\x1d.ampd.worker.v1.RoundReroutedH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.ampd.v1.TokenBatchH\x00\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.ampd.v1.RoundFinishedH\x00\x42\x07\n\x05\x65vent\"G\n\x0c\x43laimRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\"[\n\rClaimResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12.\n\x07history\x18\x02 \x01(\x0b\x32\x18.ampd.worker.v1.KvHandleH\x00\x88\x01\x01\x42\n\n\x08_history\"\x99\x01\n\x0f\x43ompleteRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12/\n\x06result\x18\x04 \x01(\x0b\x32\x1d.ampd.worker.v1.PrefillResultH\x00\x12\x11\n\x07\x66\x61ilure\x18\x05 \x01(\tH\x00\x42\t\n\x07outcome\"\x8c\x01\n\rPrefillResult\x12$\n\x02kv\x18\x01 \x01(\x0b\x32\x18.ampd.worker.v1.KvHandle\x12+\n\x05stats\x18\x02 \x01(\x0b\x32\x1c.ampd.worker.v1.PrefillStats\x12(\n\x05queue\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10\x43ompleteResponse\"9\n\x0eReleaseRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse2\xc1\x02\n\rDecodeService\x12O\n\x08RunRound\x12\x1f.ampd.worker.v1.RunRoundRequest\x1a .ampd.worker.v1.RunRoundResponse0\x01\x12\x44\n\x05\x43laim\x12\x1c.ampd.worker.v1.ClaimRequest\x1a\x1d.ampd.worker.v1.ClaimResponse\x12M\n\x08\x43omplete\x12\x1f.ampd.worker.v1.CompleteRequest\x1a .ampd.worker.v1.CompleteResponse\x12J\n\x07Release\x12\x1e.ampd.worker.v1.ReleaseRequest\x1a\x1f.ampd.worker.v1.ReleaseResponseBm\n\x12\x64\x65v.ampd.worker.v1B\x12\x44\x65\x63odeServiceProtoP\x01Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\xaa\x02\x0e\x41mpd.Worker.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#ampd/worker/v1/decode_service.proto\x12\x0e\x61mpd.worker.v1\x1a\x13\x61mpd/v1/round.proto\x1a\x1d\x61mpd/v1/sampling_params.proto\x1a\x15\x61mpd/v1/session.proto\x1a\x1d\x61mpd/v1/session_service.proto\x1a\x17\x61mpd/worker/v1/kv.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"H\n\rPrefillTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xde\x04\n\x0fRunRoundRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x13\n\x0bround_index\x18\x04 \x01(\r\x12\x1b\n\x13keep_history_tokens\x18\x05 \x01(\r\x12\x11\n\tincrement\x18\x06 \x01(\x0c\x12\x14\n\x07history\x18\x07 \x01(\x0cH\x00\x88\x01\x01\x12)\n\x08sampling\x18\x08 \x01(\x0b\x32\x17.ampd.v1.SamplingParams\x12\x19\n\x03slo\x18\t \x01(\x0b\x32\x0c.ampd.v1.Slo\x12&\n\x03\x61ge\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x07targets\x18\x0b \x03(\x0b\x32\x1d.ampd.worker.v1.PrefillTarget\x12$\n\x06reason\x18\x0c \x01(\x0e\x32\x14.ampd.v1.RouteReason\x12\x18\n\x10\x66ootprint_tokens\x18\r \x01(\x04\x12\x33\n\x07resumed\x18\x0e \x01(\x0b\x32\x1d.ampd.worker.v1.ResumedOutputH\x01\x88\x01\x01\x12\x36\n\x0e\x61\x64mission_wait\x18\x0f \x01(\x0b\x32\x19.google.protobuf.DurationH\x02\x88\x01\x01\x12\x10\n\x08\x64\x65tached\x18\x10 \x01(\x08\x12+\n\x05\x66\x61\x63ts\x18\x11 \x01(\x0b\x32\x1c.ampd.worker.v1.SessionFactsB\n\n\x08_historyB\n\n\x08_resumedB\x11\n\x0f_admission_wait\"\xc7\x01\n\x0cSessionFacts\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x38\n\x06labels\x18\x04 \x03(\x0b\x32(.ampd.worker.v1.SessionFacts.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa7\x01\n\rResumedOutput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x32\n\x0f\x66irst_token_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0elast_token_age\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06gaps_s\x18\x05 \x03(\x02\"i\n\rRoundAccepted\x12\x17\n\x0fhistory_rebuilt\x18\x01 \x01(\x08\x12\x33\n\x07resumed\x18\x02 \x01(\x0b\x32\x1d.ampd.worker.v1.ResumedOutputH\x00\x88\x01\x01\x42\n\n\x08_resumed\"l\n\rRoundRerouted\x12\x1d\n\x05route\x18\x01 \x01(\x0e\x32\x0e.ampd.v1.Route\x12$\n\x06reason\x18\x02 \x01(\x0e\x32\x14.ampd.v1.RouteReason\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\"\xd4\x01\n\x10RunRoundResponse\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.ampd.worker.v1.RoundAcceptedH\x00\x12\x31\n\x08rerouted\x18\x02 \x01(\x0b\x32\x1d.ampd.worker.v1.RoundReroutedH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.ampd.v1.TokenBatchH\x00\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.ampd.v1.RoundFinishedH\x00\x42\x07\n\x05\x65vent\"G\n\x0c\x43laimRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\"[\n\rClaimResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12.\n\x07history\x18\x02 \x01(\x0b\x32\x18.ampd.worker.v1.KvHandleH\x00\x88\x01\x01\x42\n\n\x08_history\"\x99\x01\n\x0f\x43ompleteRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12/\n\x06result\x18\x04 \x01(\x0b\x32\x1d.ampd.worker.v1.PrefillResultH\x00\x12\x11\n\x07\x66\x61ilure\x18\x05 \x01(\tH\x00\x42\t\n\x07outcome\"\x8c\x01\n\rPrefillResult\x12$\n\x02kv\x18\x01 \x01(\x0b\x32\x18.ampd.worker.v1.KvHandle\x12+\n\x05stats\x18\x02 \x01(\x0b\x32\x1c.ampd.worker.v1.PrefillStats\x12(\n\x05queue\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10\x43ompleteResponse\"9\n\x0eReleaseRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse\"P\n\x0bMoveRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x18\n\x10target_worker_id\x18\x03 \x01(\t\"L\n\x0cMoveResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cmoved_tokens\x18\x02 \x01(\r\x12\x13\n\x0bmoved_bytes\x18\x03 \x01(\x04\"\xdb\x01\n\x0c\x41\x64optRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12.\n\x07history\x18\x05 \x01(\x0b\x32\x18.ampd.worker.v1.KvHandleH\x00\x88\x01\x01\x12+\n\x05\x66\x61\x63ts\x18\x06 \x01(\x0b\x32\x1c.ampd.worker.v1.SessionFacts\x12\x19\n\x03slo\x18\x07 \x01(\x0b\x32\x0c.ampd.v1.SloB\n\n\x08_history\"<\n\rAdoptResponse\x12\x15\n\rpulled_tokens\x18\x01 \x01(\r\x12\x14\n\x0cpulled_bytes\x18\x02 \x01(\x04\"k\n\x0eRunToolRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x11\n\targuments\x18\x05 \x01(\t\"r\n\x0fRunToolResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x08\x12\x11\n\ttruncated\x18\x03 \x01(\x08\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration2\x96\x04\n\rDecodeService\x12O\n\x08RunRound\x12\x1f.ampd.worker.v1.RunRoundRequest\x1a .ampd.worker.v1.RunRoundResponse0\x01\x12\x44\n\x05\x43laim\x12\x1c.ampd.worker.v1.ClaimRequest\x1a\x1d.ampd.worker.v1.ClaimResponse\x12M\n\x08\x43omplete\x12\x1f.ampd.worker.v1.CompleteRequest\x1a .ampd.worker.v1.CompleteResponse\x12J\n\x07Release\x12\x1e.ampd.worker.v1.ReleaseRequest\x1a\x1f.ampd.worker.v1.ReleaseResponse\x12\x41\n\x04Move\x12\x1b.ampd.worker.v1.MoveRequest\x1a\x1c.ampd.worker.v1.MoveResponse\x12\x44\n\x05\x41\x64opt\x12\x1c.ampd.worker.v1.AdoptRequest\x1a\x1d.ampd.worker.v1.AdoptResponse\x12J\n\x07RunTool\x12\x1e.ampd.worker.v1.RunToolRequest\x1a\x1f.ampd.worker.v1.RunToolResponseBm\n\x12\x64\x65v.ampd.worker.v1B\x12\x44\x65\x63odeServiceProtoP\x01Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\xaa\x02\x0e\x41mpd.Worker.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,30 +39,50 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ampd.worker.v1.decode_servi
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022dev.ampd.worker.v1B\022DecodeServiceProtoP\001Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\252\002\016Ampd.Worker.V1'
-  _globals['_PREFILLTARGET']._serialized_start=218
-  _globals['_PREFILLTARGET']._serialized_end=290
-  _globals['_RUNROUNDREQUEST']._serialized_start=293
-  _globals['_RUNROUNDREQUEST']._serialized_end=696
-  _globals['_ROUNDACCEPTED']._serialized_start=698
-  _globals['_ROUNDACCEPTED']._serialized_end=738
-  _globals['_ROUNDREROUTED']._serialized_start=740
-  _globals['_ROUNDREROUTED']._serialized_end=848
-  _globals['_RUNROUNDRESPONSE']._serialized_start=851
-  _globals['_RUNROUNDRESPONSE']._serialized_end=1063
-  _globals['_CLAIMREQUEST']._serialized_start=1065
-  _globals['_CLAIMREQUEST']._serialized_end=1136
-  _globals['_CLAIMRESPONSE']._serialized_start=1138
-  _globals['_CLAIMRESPONSE']._serialized_end=1229
-  _globals['_COMPLETEREQUEST']._serialized_start=1232
-  _globals['_COMPLETEREQUEST']._serialized_end=1385
-  _globals['_PREFILLRESULT']._serialized_start=1388
-  _globals['_PREFILLRESULT']._serialized_end=1528
-  _globals['_COMPLETERESPONSE']._serialized_start=1530
-  _globals['_COMPLETERESPONSE']._serialized_end=1548
-  _globals['_RELEASEREQUEST']._serialized_start=1550
-  _globals['_RELEASEREQUEST']._serialized_end=1607
-  _globals['_RELEASERESPONSE']._serialized_start=1609
-  _globals['_RELEASERESPONSE']._serialized_end=1626
-  _globals['_DECODESERVICE']._serialized_start=1629
-  _globals['_DECODESERVICE']._serialized_end=1950
+  _globals['_SESSIONFACTS_LABELSENTRY']._loaded_options = None
+  _globals['_SESSIONFACTS_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_PREFILLTARGET']._serialized_start=251
+  _globals['_PREFILLTARGET']._serialized_end=323
+  _globals['_RUNROUNDREQUEST']._serialized_start=326
+  _globals['_RUNROUNDREQUEST']._serialized_end=932
+  _globals['_SESSIONFACTS']._serialized_start=935
+  _globals['_SESSIONFACTS']._serialized_end=1134
+  _globals['_SESSIONFACTS_LABELSENTRY']._serialized_start=1089
+  _globals['_SESSIONFACTS_LABELSENTRY']._serialized_end=1134
+  _globals['_RESUMEDOUTPUT']._serialized_start=1137
+  _globals['_RESUMEDOUTPUT']._serialized_end=1304
+  _globals['_ROUNDACCEPTED']._serialized_start=1306
+  _globals['_ROUNDACCEPTED']._serialized_end=1411
+  _globals['_ROUNDREROUTED']._serialized_start=1413
+  _globals['_ROUNDREROUTED']._serialized_end=1521
+  _globals['_RUNROUNDRESPONSE']._serialized_start=1524
+  _globals['_RUNROUNDRESPONSE']._serialized_end=1736
+  _globals['_CLAIMREQUEST']._serialized_start=1738
+  _globals['_CLAIMREQUEST']._serialized_end=1809
+  _globals['_CLAIMRESPONSE']._serialized_start=1811
+  _globals['_CLAIMRESPONSE']._serialized_end=1902
+  _globals['_COMPLETEREQUEST']._serialized_start=1905
+  _globals['_COMPLETEREQUEST']._serialized_end=2058
+  _globals['_PREFILLRESULT']._serialized_start=2061
+  _globals['_PREFILLRESULT']._serialized_end=2201
+  _globals['_COMPLETERESPONSE']._serialized_start=2203
+  _globals['_COMPLETERESPONSE']._serialized_end=2221
+  _globals['_RELEASEREQUEST']._serialized_start=2223
+  _globals['_RELEASEREQUEST']._serialized_end=2280
+  _globals['_RELEASERESPONSE']._serialized_start=2282
+  _globals['_RELEASERESPONSE']._serialized_end=2299
+  _globals['_MOVEREQUEST']._serialized_start=2301
+  _globals['_MOVEREQUEST']._serialized_end=2381
+  _globals['_MOVERESPONSE']._serialized_start=2383
+  _globals['_MOVERESPONSE']._serialized_end=2459
+  _globals['_ADOPTREQUEST']._serialized_start=2462
+  _globals['_ADOPTREQUEST']._serialized_end=2681
+  _globals['_ADOPTRESPONSE']._serialized_start=2683
+  _globals['_ADOPTRESPONSE']._serialized_end=2743
+  _globals['_RUNTOOLREQUEST']._serialized_start=2745
+  _globals['_RUNTOOLREQUEST']._serialized_end=2852
+  _globals['_RUNTOOLRESPONSE']._serialized_start=2854
+  _globals['_RUNTOOLRESPONSE']._serialized_end=2968
+  _globals['_DECODESERVICE']._serialized_start=2971
+  _globals['_DECODESERVICE']._serialized_end=3505
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
@@ -73,6 +74,10 @@ class RunRoundRequest(_message.Message):
     TARGETS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     FOOTPRINT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    ADMISSION_WAIT_FIELD_NUMBER: _builtins.int
+    DETACHED_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The life of the worker that the order is for."""
     session_id: _builtins.str
@@ -93,6 +98,8 @@ class RunRoundRequest(_message.Message):
     """Why, as the coordinator decided."""
     footprint_tokens: _builtins.int
     """KV that the session is expected to need in all, in tokens."""
+    detached: _builtins.bool
+    """The shared store could not be asked: another round that runs here is newer, not older."""
     @_builtins.property
     def sampling(self) -> _sampling_params_pb2.SamplingParams:
         """How to sample; max_tokens is always set."""
@@ -111,6 +118,22 @@ class RunRoundRequest(_message.Message):
         did. Empty: at home.
         """
 
+    @_builtins.property
+    def resumed(self) -> Global___ResumedOutput:
+        """Output that the round has already, from a home that was lost or a stream that broke off:
+        the worker goes on behind it. sampling is that of the whole round.
+        """
+
+    @_builtins.property
+    def admission_wait(self) -> _duration_pb2.Duration:
+        """How long the round may wait for KV that others hold; unset: the worker's own limit."""
+
+    @_builtins.property
+    def facts(self) -> Global___SessionFacts:
+        """What the shared store knows of the session beside its tokens: the worker publishes it again
+        when the store has lost it.
+        """
+
     def __init__(
         self,
         *,
@@ -127,16 +150,131 @@ class RunRoundRequest(_message.Message):
         targets: _abc.Iterable[Global___PrefillTarget] | None = ...,
         reason: _round_pb2.RouteReason.ValueType = ...,
         footprint_tokens: _builtins.int = ...,
+        resumed: Global___ResumedOutput | None = ...,
+        admission_wait: _duration_pb2.Duration | None = ...,
+        detached: _builtins.bool = ...,
+        facts: Global___SessionFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "age", b"age", "history", b"history", "sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_admission_wait", b"_admission_wait", "_history", b"_history", "_resumed", b"_resumed", "admission_wait", b"admission_wait", "age", b"age", "facts", b"facts", "history", b"history", "resumed", b"resumed", "sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "age", b"age", "footprint_tokens", b"footprint_tokens", "history", b"history", "incarnation", b"incarnation", "increment", b"increment", "keep_history_tokens", b"keep_history_tokens", "reason", b"reason", "request_id", b"request_id", "round_index", b"round_index", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "targets", b"targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admission_wait", b"_admission_wait", "_history", b"_history", "_resumed", b"_resumed", "admission_wait", b"admission_wait", "age", b"age", "detached", b"detached", "facts", b"facts", "footprint_tokens", b"footprint_tokens", "history", b"history", "incarnation", b"incarnation", "increment", b"increment", "keep_history_tokens", b"keep_history_tokens", "reason", b"reason", "request_id", b"request_id", "resumed", b"resumed", "round_index", b"round_index", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__admission_wait: _TypeAlias = _typing.Literal["admission_wait"]  # noqa: Y015
+    _WhichOneofArgType__admission_wait: _TypeAlias = _typing.Literal["_admission_wait", b"_admission_wait"]  # noqa: Y015
     _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
     _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015
+    _WhichOneofReturnType__resumed: _TypeAlias = _typing.Literal["resumed"]  # noqa: Y015
+    _WhichOneofArgType__resumed: _TypeAlias = _typing.Literal["_resumed", b"_resumed"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__admission_wait) -> _WhichOneofReturnType__admission_wait | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__history) -> _WhichOneofReturnType__history | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resumed) -> _WhichOneofReturnType__resumed | None: ...
 
 Global___RunRoundRequest: _TypeAlias = RunRoundRequest  # noqa: Y015
+
+@_typing.final
+class SessionFacts(_message.Message):
+    """What a session is, whatever its rounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant it belongs to."""
+    model: _builtins.str
+    """The model."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was created."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The client's own labels."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "labels", b"labels", "model", b"model", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionFacts: _TypeAlias = SessionFacts  # noqa: Y015
+
+@_typing.final
+class ResumedOutput(_message.Message):
+    """The output of a round so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_AGE_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_AGE_FIELD_NUMBER: _builtins.int
+    GAPS_S_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """Little-endian unsigned 32-bit ids; at least one."""
+    text: _builtins.str
+    """Their text as far as it was streamed."""
+    @_builtins.property
+    def first_token_age(self) -> _duration_pb2.Duration:
+        """Age of the first token."""
+
+    @_builtins.property
+    def last_token_age(self) -> _duration_pb2.Duration:
+        """Age of the last one."""
+
+    @_builtins.property
+    def gaps_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Times between successive tokens, in seconds."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        text: _builtins.str = ...,
+        first_token_age: _duration_pb2.Duration | None = ...,
+        last_token_age: _duration_pb2.Duration | None = ...,
+        gaps_s: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token_age", b"first_token_age", "last_token_age", b"last_token_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_age", b"first_token_age", "gaps_s", b"gaps_s", "last_token_age", b"last_token_age", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedOutput: _TypeAlias = ResumedOutput  # noqa: Y015
 
 @_typing.final
 class RoundAccepted(_message.Message):
@@ -145,18 +283,28 @@ class RoundAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HISTORY_REBUILT_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     history_rebuilt: _builtins.bool
     """Whether the history's KV has to be computed again."""
+    @_builtins.property
+    def resumed(self) -> Global___ResumedOutput:
+        """Output that the worker kept of an earlier order with the same request_id, and goes on with;
+        unset when the order brought it, or when there is none.
+        """
+
     def __init__(
         self,
         *,
         history_rebuilt: _builtins.bool = ...,
+        resumed: Global___ResumedOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "resumed", b"resumed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_rebuilt", b"history_rebuilt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "history_rebuilt", b"history_rebuilt", "resumed", b"resumed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__resumed: _TypeAlias = _typing.Literal["resumed"]  # noqa: Y015
+    _WhichOneofArgType__resumed: _TypeAlias = _typing.Literal["_resumed", b"_resumed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resumed) -> _WhichOneofReturnType__resumed | None: ...
 
 Global___RoundAccepted: _TypeAlias = RoundAccepted  # noqa: Y015
 
@@ -431,3 +579,217 @@ class ReleaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+
+@_typing.final
+class MoveRequest(_message.Message):
+    """Request of Move."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TARGET_WORKER_ID_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The life of the worker."""
+    session_id: _builtins.str
+    """The session."""
+    target_worker_id: _builtins.str
+    """Its next home; empty: the one with the most free KV."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        target_worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "session_id", b"session_id", "target_worker_id", b"target_worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
+
+@_typing.final
+class MoveResponse(_message.Message):
+    """Response of Move."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    MOVED_TOKENS_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The session's home now."""
+    moved_tokens: _builtins.int
+    """History whose KV was moved, in tokens; 0: computing it again costs less."""
+    moved_bytes: _builtins.int
+    """The same in bytes."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        moved_tokens: _builtins.int = ...,
+        moved_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved_bytes", b"moved_bytes", "moved_tokens", b"moved_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveResponse: _TypeAlias = MoveResponse  # noqa: Y015
+
+@_typing.final
+class AdoptRequest(_message.Message):
+    """Request of Adopt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The life of the worker."""
+    session_id: _builtins.str
+    """The session."""
+    rounds: _builtins.int
+    """Rounds that it has settled."""
+    tokens: _builtins.bytes
+    """Its history: little-endian unsigned 32-bit ids; at least one."""
+    @_builtins.property
+    def history(self) -> _kv_pb2.KvHandle:
+        """Where the history's KV lies; unset: it is computed again when needed."""
+
+    @_builtins.property
+    def facts(self) -> Global___SessionFacts:
+        """What else the shared store knows of it."""
+
+    @_builtins.property
+    def slo(self) -> _session_pb2.Slo:
+        """The session's objective."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        rounds: _builtins.int = ...,
+        tokens: _builtins.bytes = ...,
+        history: _kv_pb2.KvHandle | None = ...,
+        facts: Global___SessionFacts | None = ...,
+        slo: _session_pb2.Slo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "facts", b"facts", "history", b"history", "slo", b"slo"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "facts", b"facts", "history", b"history", "incarnation", b"incarnation", "rounds", b"rounds", "session_id", b"session_id", "slo", b"slo", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
+    _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__history) -> _WhichOneofReturnType__history | None: ...
+
+Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
+
+@_typing.final
+class AdoptResponse(_message.Message):
+    """Response of Adopt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PULLED_BYTES_FIELD_NUMBER: _builtins.int
+    pulled_tokens: _builtins.int
+    """History whose KV was read, in tokens."""
+    pulled_bytes: _builtins.int
+    """The same in bytes."""
+    def __init__(
+        self,
+        *,
+        pulled_tokens: _builtins.int = ...,
+        pulled_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pulled_bytes", b"pulled_bytes", "pulled_tokens", b"pulled_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptResponse: _TypeAlias = AdoptResponse  # noqa: Y015
+
+@_typing.final
+class RunToolRequest(_message.Message):
+    """Request of RunTool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The life of the worker."""
+    session_id: _builtins.str
+    """The session that calls it."""
+    call_id: _builtins.str
+    """Unique per call; a call that is made again after a failure has the same."""
+    name: _builtins.str
+    """The tool's registered name."""
+    arguments: _builtins.str
+    """Its arguments, a JSON object."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "call_id", b"call_id", "incarnation", b"incarnation", "name", b"name", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunToolRequest: _TypeAlias = RunToolRequest  # noqa: Y015
+
+@_typing.final
+class RunToolResponse(_message.Message):
+    """Response of RunTool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    """What the tool returned, or why it failed."""
+    failed: _builtins.bool
+    """Whether it failed: unknown arguments, an exception, the time limit."""
+    truncated: _builtins.bool
+    """Whether the content was cut to the limit."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long it ran."""
+
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        failed: _builtins.bool = ...,
+        truncated: _builtins.bool = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "duration", b"duration", "failed", b"failed", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunToolResponse: _TypeAlias = RunToolResponse  # noqa: Y015

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DecodeServiceStub:
-    """Called by coordinators (RunRound, Release) and by prefill workers (Claim, Complete).
+    """Called by coordinators (RunRound, Release, Move, RunTool), by prefill workers (Claim, Complete)
+    and by other homes (Adopt).
     """
 
     def __init__(self, channel):
@@ -55,16 +56,33 @@ class DecodeServiceStub:
                 request_serializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/ampd.worker.v1.DecodeService/Move',
+                request_serializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.MoveRequest.SerializeToString,
+                response_deserializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.MoveResponse.FromString,
+                _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/ampd.worker.v1.DecodeService/Adopt',
+                request_serializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.AdoptResponse.FromString,
+                _registered_method=True)
+        self.RunTool = channel.unary_unary(
+                '/ampd.worker.v1.DecodeService/RunTool',
+                request_serializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.RunToolRequest.SerializeToString,
+                response_deserializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.RunToolResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
-    """Called by coordinators (RunRound, Release) and by prefill workers (Claim, Complete).
+    """Called by coordinators (RunRound, Release, Move, RunTool), by prefill workers (Claim, Complete)
+    and by other homes (Adopt).
     """
 
     def RunRound(self, request, context):
         """Runs one round of a session: admits it, has it prefilled as ordered, decodes, streams.
         `accepted` comes first; from then on the worker holds the session. Cancelling the call
-        discards the round.
+        discards the round; its tokens are kept for a while, and an order with the same request_id
+        goes on with them.
         Errors: FAILED_PRECONDITION (HISTORY_NOT_RESIDENT, STALE_INCARNATION, ROUND_RUNNING),
         RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL), INVALID_ARGUMENT, UNAVAILABLE (DRAINING).
         """
@@ -96,6 +114,34 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """Hands an idle session over to another home, its KV included where that pays.
+        Errors: NOT_FOUND (SESSION_NOT_FOUND: not resident here; WORKER_NOT_FOUND),
+        FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT),
+        UNAVAILABLE (NO_DECODE_WORKER), RESOURCE_EXHAUSTED (KV_EXHAUSTED at the target).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Adopt(self, request, context):
+        """Takes over a session from its home, which lends its KV meanwhile.
+        Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), RESOURCE_EXHAUSTED
+        (KV_EXHAUSTED, QUEUE_FULL), UNAVAILABLE (DRAINING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RunTool(self, request, context):
+        """Runs a server-side tool in a background process. Cancelling the call ends the process.
+        Errors: NOT_FOUND (TOOL_NOT_FOUND), RESOURCE_EXHAUSTED (QUEUE_FULL), FAILED_PRECONDITION
+        (STALE_INCARNATION), UNAVAILABLE (DRAINING). A tool that fails is an answer, not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -119,6 +165,21 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     request_deserializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.ReleaseRequest.FromString,
                     response_serializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.ReleaseResponse.SerializeToString,
             ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.MoveRequest.FromString,
+                    response_serializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.MoveResponse.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.AdoptRequest.FromString,
+                    response_serializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.AdoptResponse.SerializeToString,
+            ),
+            'RunTool': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunTool,
+                    request_deserializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.RunToolRequest.FromString,
+                    response_serializer=ampd_dot_worker_dot_v1_dot_decode__service__pb2.RunToolResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'ampd.worker.v1.DecodeService', rpc_method_handlers)
@@ -128,7 +189,8 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService:
-    """Called by coordinators (RunRound, Release) and by prefill workers (Claim, Complete).
+    """Called by coordinators (RunRound, Release, Move, RunTool), by prefill workers (Claim, Complete)
+    and by other homes (Adopt).
     """
 
     @staticmethod
@@ -229,6 +291,87 @@ class DecodeService:
             '/ampd.worker.v1.DecodeService/Release',
             ampd_dot_worker_dot_v1_dot_decode__service__pb2.ReleaseRequest.SerializeToString,
             ampd_dot_worker_dot_v1_dot_decode__service__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ampd.worker.v1.DecodeService/Move',
+            ampd_dot_worker_dot_v1_dot_decode__service__pb2.MoveRequest.SerializeToString,
+            ampd_dot_worker_dot_v1_dot_decode__service__pb2.MoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ampd.worker.v1.DecodeService/Adopt',
+            ampd_dot_worker_dot_v1_dot_decode__service__pb2.AdoptRequest.SerializeToString,
+            ampd_dot_worker_dot_v1_dot_decode__service__pb2.AdoptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunTool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ampd.worker.v1.DecodeService/RunTool',
+            ampd_dot_worker_dot_v1_dot_decode__service__pb2.RunToolRequest.SerializeToString,
+            ampd_dot_worker_dot_v1_dot_decode__service__pb2.RunToolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeServiceStub:
-    """Called by coordinators (RunRound, Release) and by prefill workers (Claim, Complete)."""
+    """Called by coordinators (RunRound, Release, Move, RunTool), by prefill workers (Claim, Complete)
+    and by other homes (Adopt).
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,7 +38,8 @@ class DecodeServiceStub:
     RunRound: _grpc.UnaryStreamMultiCallable[_decode_service_pb2.RunRoundRequest, _decode_service_pb2.RunRoundResponse]
     """Runs one round of a session: admits it, has it prefilled as ordered, decodes, streams.
     `accepted` comes first; from then on the worker holds the session. Cancelling the call
-    discards the round.
+    discards the round; its tokens are kept for a while, and an order with the same request_id
+    goes on with them.
     Errors: FAILED_PRECONDITION (HISTORY_NOT_RESIDENT, STALE_INCARNATION, ROUND_RUNNING),
     RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL), INVALID_ARGUMENT, UNAVAILABLE (DRAINING).
     """
@@ -52,16 +55,35 @@ class DecodeServiceStub:
     """Frees all that a session holds here; a running round is cancelled. Idempotent.
     Errors: FAILED_PRECONDITION (STALE_INCARNATION).
     """
+    Move: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.MoveRequest, _decode_service_pb2.MoveResponse]
+    """Hands an idle session over to another home, its KV included where that pays.
+    Errors: NOT_FOUND (SESSION_NOT_FOUND: not resident here; WORKER_NOT_FOUND),
+    FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT),
+    UNAVAILABLE (NO_DECODE_WORKER), RESOURCE_EXHAUSTED (KV_EXHAUSTED at the target).
+    """
+    Adopt: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.AdoptRequest, _decode_service_pb2.AdoptResponse]
+    """Takes over a session from its home, which lends its KV meanwhile.
+    Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), RESOURCE_EXHAUSTED
+    (KV_EXHAUSTED, QUEUE_FULL), UNAVAILABLE (DRAINING).
+    """
+    RunTool: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.RunToolRequest, _decode_service_pb2.RunToolResponse]
+    """Runs a server-side tool in a background process. Cancelling the call ends the process.
+    Errors: NOT_FOUND (TOOL_NOT_FOUND), RESOURCE_EXHAUSTED (QUEUE_FULL), FAILED_PRECONDITION
+    (STALE_INCARNATION), UNAVAILABLE (DRAINING). A tool that fails is an answer, not an error.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
-    """Called by coordinators (RunRound, Release) and by prefill workers (Claim, Complete)."""
+    """Called by coordinators (RunRound, Release, Move, RunTool), by prefill workers (Claim, Complete)
+    and by other homes (Adopt).
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RunRound: _aio.UnaryStreamMultiCallable[_decode_service_pb2.RunRoundRequest, _decode_service_pb2.RunRoundResponse]  # type: ignore[assignment]
     """Runs one round of a session: admits it, has it prefilled as ordered, decodes, streams.
     `accepted` comes first; from then on the worker holds the session. Cancelling the call
-    discards the round.
+    discards the round; its tokens are kept for a while, and an order with the same request_id
+    goes on with them.
     Errors: FAILED_PRECONDITION (HISTORY_NOT_RESIDENT, STALE_INCARNATION, ROUND_RUNNING),
     RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL), INVALID_ARGUMENT, UNAVAILABLE (DRAINING).
     """
@@ -77,9 +99,27 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Frees all that a session holds here; a running round is cancelled. Idempotent.
     Errors: FAILED_PRECONDITION (STALE_INCARNATION).
     """
+    Move: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.MoveRequest, _decode_service_pb2.MoveResponse]  # type: ignore[assignment]
+    """Hands an idle session over to another home, its KV included where that pays.
+    Errors: NOT_FOUND (SESSION_NOT_FOUND: not resident here; WORKER_NOT_FOUND),
+    FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT),
+    UNAVAILABLE (NO_DECODE_WORKER), RESOURCE_EXHAUSTED (KV_EXHAUSTED at the target).
+    """
+    Adopt: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.AdoptRequest, _decode_service_pb2.AdoptResponse]  # type: ignore[assignment]
+    """Takes over a session from its home, which lends its KV meanwhile.
+    Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), RESOURCE_EXHAUSTED
+    (KV_EXHAUSTED, QUEUE_FULL), UNAVAILABLE (DRAINING).
+    """
+    RunTool: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.RunToolRequest, _decode_service_pb2.RunToolResponse]  # type: ignore[assignment]
+    """Runs a server-side tool in a background process. Cancelling the call ends the process.
+    Errors: NOT_FOUND (TOOL_NOT_FOUND), RESOURCE_EXHAUSTED (QUEUE_FULL), FAILED_PRECONDITION
+    (STALE_INCARNATION), UNAVAILABLE (DRAINING). A tool that fails is an answer, not an error.
+    """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Called by coordinators (RunRound, Release) and by prefill workers (Claim, Complete)."""
+    """Called by coordinators (RunRound, Release, Move, RunTool), by prefill workers (Claim, Complete)
+    and by other homes (Adopt).
+    """
 
     @_abc_1.abstractmethod
     def RunRound(
@@ -89,7 +129,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_decode_service_pb2.RunRoundResponse], _abc.AsyncIterator[_decode_service_pb2.RunRoundResponse]]:
         """Runs one round of a session: admits it, has it prefilled as ordered, decodes, streams.
         `accepted` comes first; from then on the worker holds the session. Cancelling the call
-        discards the round.
+        discards the round; its tokens are kept for a while, and an order with the same request_id
+        goes on with them.
         Errors: FAILED_PRECONDITION (HISTORY_NOT_RESIDENT, STALE_INCARNATION, ROUND_RUNNING),
         RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL), INVALID_ARGUMENT, UNAVAILABLE (DRAINING).
         """
@@ -122,6 +163,40 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_service_pb2.ReleaseResponse, _abc.Awaitable[_decode_service_pb2.ReleaseResponse]]:
         """Frees all that a session holds here; a running round is cancelled. Idempotent.
         Errors: FAILED_PRECONDITION (STALE_INCARNATION).
+        """
+
+    @_abc_1.abstractmethod
+    def Move(
+        self,
+        request: _decode_service_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_service_pb2.MoveResponse, _abc.Awaitable[_decode_service_pb2.MoveResponse]]:
+        """Hands an idle session over to another home, its KV included where that pays.
+        Errors: NOT_FOUND (SESSION_NOT_FOUND: not resident here; WORKER_NOT_FOUND),
+        FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT),
+        UNAVAILABLE (NO_DECODE_WORKER), RESOURCE_EXHAUSTED (KV_EXHAUSTED at the target).
+        """
+
+    @_abc_1.abstractmethod
+    def Adopt(
+        self,
+        request: _decode_service_pb2.AdoptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_service_pb2.AdoptResponse, _abc.Awaitable[_decode_service_pb2.AdoptResponse]]:
+        """Takes over a session from its home, which lends its KV meanwhile.
+        Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), RESOURCE_EXHAUSTED
+        (KV_EXHAUSTED, QUEUE_FULL), UNAVAILABLE (DRAINING).
+        """
+
+    @_abc_1.abstractmethod
+    def RunTool(
+        self,
+        request: _decode_service_pb2.RunToolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_service_pb2.RunToolResponse, _abc.Awaitable[_decode_service_pb2.RunToolResponse]]:
+        """Runs a server-side tool in a background process. Cancelling the call ends the process.
+        Errors: NOT_FOUND (TOOL_NOT_FOUND), RESOURCE_EXHAUSTED (QUEUE_FULL), FAILED_PRECONDITION
+        (STALE_INCARNATION), UNAVAILABLE (DRAINING). A tool that fails is an answer, not an error.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
