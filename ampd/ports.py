@@ -123,7 +123,8 @@ class PrefillDone:
 class GenerateDone:
     """The end of a generation. `kv` pins the KV of tokens + kept output (less at most the
     last token) on this engine until released; `kept_output_tokens` excludes the cut-off tail
-    of a stop string; both counts include the request's own `output`. `stop_reason`: the stop string or token id that ended it, or ''."""
+    of a stop string; both counts include the request's own `output`. `stop_reason`: the stop
+    string or token id that ended it, or ''."""
 
     finish_reason: FinishReason
     stop_reason: str
