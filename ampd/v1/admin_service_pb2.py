@@ -25,9 +25,10 @@ _sym_db = _symbol_database.Default()
 from ampd.v1 import policy_pb2 as ampd_dot_v1_dot_policy__pb2
 from ampd.v1 import round_pb2 as ampd_dot_v1_dot_round__pb2
 from ampd.v1 import worker_pb2 as ampd_dot_v1_dot_worker__pb2
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61mpd/v1/admin_service.proto\x12\x07\x61mpd.v1\x1a\x14\x61mpd/v1/policy.proto\x1a\x13\x61mpd/v1/round.proto\x1a\x14\x61mpd/v1/worker.proto\"^\n\x12ListWorkersRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.ampd.v1.WorkerRole\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"P\n\x13ListWorkersResponse\x12 \n\x07workers\x18\x01 \x03(\x0b\x32\x0f.ampd.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x12\n\x10GetPolicyRequest\"4\n\x11GetPolicyResponse\x12\x1f\n\x06policy\x18\x01 \x01(\x0b\x32\x0f.ampd.v1.Policy\"{\n\x10SetPolicyRequest\x12\x1f\n\x06policy\x18\x01 \x01(\x0b\x32\x0f.ampd.v1.Policy\x12\x1d\n\x10\x65xpected_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x03 \x01(\tB\x13\n\x11_expected_version\"4\n\x11SetPolicyResponse\x12\x1f\n\x06policy\x18\x01 \x01(\x0b\x32\x0f.ampd.v1.Policy\"S\n\x13\x45xplainRoundRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x0bround_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_round_index\"<\n\x14\x45xplainRoundResponse\x12$\n\x06rounds\x18\x01 \x03(\x0b\x32\x14.ampd.v1.RoundRecord2\xad\x02\n\x0c\x41\x64minService\x12H\n\x0bListWorkers\x12\x1b.ampd.v1.ListWorkersRequest\x1a\x1c.ampd.v1.ListWorkersResponse\x12\x42\n\tGetPolicy\x12\x19.ampd.v1.GetPolicyRequest\x1a\x1a.ampd.v1.GetPolicyResponse\x12\x42\n\tSetPolicy\x12\x19.ampd.v1.SetPolicyRequest\x1a\x1a.ampd.v1.SetPolicyResponse\x12K\n\x0c\x45xplainRound\x12\x1c.ampd.v1.ExplainRoundRequest\x1a\x1d.ampd.v1.ExplainRoundResponseBQ\n\x0b\x64\x65v.ampd.v1B\x11\x41\x64minServiceProtoP\x01Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\xaa\x02\x07\x41mpd.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61mpd/v1/admin_service.proto\x12\x07\x61mpd.v1\x1a\x14\x61mpd/v1/policy.proto\x1a\x13\x61mpd/v1/round.proto\x1a\x14\x61mpd/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"^\n\x12ListWorkersRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.ampd.v1.WorkerRole\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"P\n\x13ListWorkersResponse\x12 \n\x07workers\x18\x01 \x03(\x0b\x32\x0f.ampd.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x12\n\x10GetPolicyRequest\"4\n\x11GetPolicyResponse\x12\x1f\n\x06policy\x18\x01 \x01(\x0b\x32\x0f.ampd.v1.Policy\"{\n\x10SetPolicyRequest\x12\x1f\n\x06policy\x18\x01 \x01(\x0b\x32\x0f.ampd.v1.Policy\x12\x1d\n\x10\x65xpected_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x03 \x01(\tB\x13\n\x11_expected_version\"4\n\x11SetPolicyResponse\x12\x1f\n\x06policy\x18\x01 \x01(\x0b\x32\x0f.ampd.v1.Policy\"S\n\x13\x45xplainRoundRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x0bround_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_round_index\"<\n\x14\x45xplainRoundResponse\x12$\n\x06rounds\x18\x01 \x03(\x0b\x32\x14.ampd.v1.RoundRecord\";\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x92\x01\n\x13\x44rainWorkerResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12,\n\testimated\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x65lapsed\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"V\n\x12MoveSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10target_worker_id\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"S\n\x13MoveSessionResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cmoved_tokens\x18\x02 \x01(\r\x12\x13\n\x0bmoved_bytes\x18\x03 \x01(\x04\x32\xc1\x03\n\x0c\x41\x64minService\x12H\n\x0bListWorkers\x12\x1b.ampd.v1.ListWorkersRequest\x1a\x1c.ampd.v1.ListWorkersResponse\x12\x42\n\tGetPolicy\x12\x19.ampd.v1.GetPolicyRequest\x1a\x1a.ampd.v1.GetPolicyResponse\x12\x42\n\tSetPolicy\x12\x19.ampd.v1.SetPolicyRequest\x1a\x1a.ampd.v1.SetPolicyResponse\x12K\n\x0c\x45xplainRound\x12\x1c.ampd.v1.ExplainRoundRequest\x1a\x1d.ampd.v1.ExplainRoundResponse\x12H\n\x0b\x44rainWorker\x12\x1b.ampd.v1.DrainWorkerRequest\x1a\x1c.ampd.v1.DrainWorkerResponse\x12H\n\x0bMoveSession\x12\x1b.ampd.v1.MoveSessionRequest\x1a\x1c.ampd.v1.MoveSessionResponseBQ\n\x0b\x64\x65v.ampd.v1B\x11\x41\x64minServiceProtoP\x01Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\xaa\x02\x07\x41mpd.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,22 +36,30 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ampd.v1.admin_service_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013dev.ampd.v1B\021AdminServiceProtoP\001Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\252\002\007Ampd.V1'
-  _globals['_LISTWORKERSREQUEST']._serialized_start=105
-  _globals['_LISTWORKERSREQUEST']._serialized_end=199
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=201
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=281
-  _globals['_GETPOLICYREQUEST']._serialized_start=283
-  _globals['_GETPOLICYREQUEST']._serialized_end=301
-  _globals['_GETPOLICYRESPONSE']._serialized_start=303
-  _globals['_GETPOLICYRESPONSE']._serialized_end=355
-  _globals['_SETPOLICYREQUEST']._serialized_start=357
-  _globals['_SETPOLICYREQUEST']._serialized_end=480
-  _globals['_SETPOLICYRESPONSE']._serialized_start=482
-  _globals['_SETPOLICYRESPONSE']._serialized_end=534
-  _globals['_EXPLAINROUNDREQUEST']._serialized_start=536
-  _globals['_EXPLAINROUNDREQUEST']._serialized_end=619
-  _globals['_EXPLAINROUNDRESPONSE']._serialized_start=621
-  _globals['_EXPLAINROUNDRESPONSE']._serialized_end=681
-  _globals['_ADMINSERVICE']._serialized_start=684
-  _globals['_ADMINSERVICE']._serialized_end=985
+  _globals['_LISTWORKERSREQUEST']._serialized_start=137
+  _globals['_LISTWORKERSREQUEST']._serialized_end=231
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=233
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=313
+  _globals['_GETPOLICYREQUEST']._serialized_start=315
+  _globals['_GETPOLICYREQUEST']._serialized_end=333
+  _globals['_GETPOLICYRESPONSE']._serialized_start=335
+  _globals['_GETPOLICYRESPONSE']._serialized_end=387
+  _globals['_SETPOLICYREQUEST']._serialized_start=389
+  _globals['_SETPOLICYREQUEST']._serialized_end=512
+  _globals['_SETPOLICYRESPONSE']._serialized_start=514
+  _globals['_SETPOLICYRESPONSE']._serialized_end=566
+  _globals['_EXPLAINROUNDREQUEST']._serialized_start=568
+  _globals['_EXPLAINROUNDREQUEST']._serialized_end=651
+  _globals['_EXPLAINROUNDRESPONSE']._serialized_start=653
+  _globals['_EXPLAINROUNDRESPONSE']._serialized_end=713
+  _globals['_DRAINWORKERREQUEST']._serialized_start=715
+  _globals['_DRAINWORKERREQUEST']._serialized_end=774
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=777
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=923
+  _globals['_MOVESESSIONREQUEST']._serialized_start=925
+  _globals['_MOVESESSIONREQUEST']._serialized_end=1011
+  _globals['_MOVESESSIONRESPONSE']._serialized_start=1013
+  _globals['_MOVESESSIONRESPONSE']._serialized_end=1096
+  _globals['_ADMINSERVICE']._serialized_start=1099
+  _globals['_ADMINSERVICE']._serialized_end=1548
 # @@protoc_insertion_point(module_scope)

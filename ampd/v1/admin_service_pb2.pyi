@@ -8,6 +8,7 @@ from ampd.v1 import round_pb2 as _round_pb2
 from ampd.v1 import worker_pb2 as _worker_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
@@ -229,3 +230,127 @@ class ExplainRoundResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainRoundResponse: _TypeAlias = ExplainRoundResponse  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    """Request of DrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    request_id: _builtins.str
+    """Chosen by the client, at most 64 characters: draining twice is draining once."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    """Response of DrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    ESTIMATED_FIELD_NUMBER: _builtins.int
+    ELAPSED_FIELD_NUMBER: _builtins.int
+    running: _builtins.int
+    """Rounds or prefill tasks that still run."""
+    sessions: _builtins.int
+    """Sessions that it still holds."""
+    @_builtins.property
+    def estimated(self) -> _duration_pb2.Duration:
+        """How long it expects to take from now."""
+
+    @_builtins.property
+    def elapsed(self) -> _duration_pb2.Duration:
+        """How long it has been draining."""
+
+    def __init__(
+        self,
+        *,
+        running: _builtins.int = ...,
+        sessions: _builtins.int = ...,
+        estimated: _duration_pb2.Duration | None = ...,
+        elapsed: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "estimated", b"estimated"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "estimated", b"estimated", "running", b"running", "sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class MoveSessionRequest(_message.Message):
+    """Request of MoveSession."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TARGET_WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session, of the caller's tenant."""
+    target_worker_id: _builtins.str
+    """Its next home; empty: the decode worker with the most free KV, other than its home."""
+    request_id: _builtins.str
+    """Chosen by the client, at most 64 characters: a move to where the session is changes nothing."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        target_worker_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id", "target_worker_id", b"target_worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveSessionRequest: _TypeAlias = MoveSessionRequest  # noqa: Y015
+
+@_typing.final
+class MoveSessionResponse(_message.Message):
+    """Response of MoveSession."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    MOVED_TOKENS_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The session's home now."""
+    moved_tokens: _builtins.int
+    """History whose KV was moved, in tokens; 0: computing it again costs less, or nothing moved."""
+    moved_bytes: _builtins.int
+    """The same in bytes."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        moved_tokens: _builtins.int = ...,
+        moved_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved_bytes", b"moved_bytes", "moved_tokens", b"moved_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveSessionResponse: _TypeAlias = MoveSessionResponse  # noqa: Y015

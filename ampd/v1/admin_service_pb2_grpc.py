@@ -55,6 +55,16 @@ class AdminServiceStub:
                 request_serializer=ampd_dot_v1_dot_admin__service__pb2.ExplainRoundRequest.SerializeToString,
                 response_deserializer=ampd_dot_v1_dot_admin__service__pb2.ExplainRoundResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/ampd.v1.AdminService/DrainWorker',
+                request_serializer=ampd_dot_v1_dot_admin__service__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=ampd_dot_v1_dot_admin__service__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.MoveSession = channel.unary_unary(
+                '/ampd.v1.AdminService/MoveSession',
+                request_serializer=ampd_dot_v1_dot_admin__service__pb2.MoveSessionRequest.SerializeToString,
+                response_deserializer=ampd_dot_v1_dot_admin__service__pb2.MoveSessionResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -92,6 +102,31 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Lets a prefill or decode worker take no new work, finish what it has, hand its idle sessions
+        to other workers, and end. Answers at once; the same call again tells how far it is, and
+        NOT_FOUND when it has ended.
+        Errors: INVALID_ARGUMENT (a coordinator: SIGTERM drains it), NOT_FOUND (WORKER_NOT_FOUND),
+        UNAVAILABLE (WORKER_UNAVAILABLE, STORE_UNAVAILABLE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveSession(self, request, context):
+        """Hands an idle session over to another decode worker, its KV included where that pays; its
+        next round runs there. A session that is at the target already stays as it is.
+        Errors: NOT_FOUND (SESSION_NOT_FOUND: no such session, or its home holds nothing of it;
+        WORKER_NOT_FOUND: no such target, or no living home), FAILED_PRECONDITION (ROUND_RUNNING),
+        ABORTED (SESSION_CONFLICT: a round or another call was faster), INVALID_ARGUMENT (a target
+        that decodes nothing, or KV_TOO_SMALL), RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL: the
+        target has no room), UNAVAILABLE (NO_DECODE_WORKER, WORKER_UNAVAILABLE, DRAINING,
+        STORE_UNAVAILABLE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +149,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ExplainRound,
                     request_deserializer=ampd_dot_v1_dot_admin__service__pb2.ExplainRoundRequest.FromString,
                     response_serializer=ampd_dot_v1_dot_admin__service__pb2.ExplainRoundResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=ampd_dot_v1_dot_admin__service__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=ampd_dot_v1_dot_admin__service__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'MoveSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveSession,
+                    request_deserializer=ampd_dot_v1_dot_admin__service__pb2.MoveSessionRequest.FromString,
+                    response_serializer=ampd_dot_v1_dot_admin__service__pb2.MoveSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +270,60 @@ class AdminService:
             '/ampd.v1.AdminService/ExplainRound',
             ampd_dot_v1_dot_admin__service__pb2.ExplainRoundRequest.SerializeToString,
             ampd_dot_v1_dot_admin__service__pb2.ExplainRoundResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ampd.v1.AdminService/DrainWorker',
+            ampd_dot_v1_dot_admin__service__pb2.DrainWorkerRequest.SerializeToString,
+            ampd_dot_v1_dot_admin__service__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ampd.v1.AdminService/MoveSession',
+            ampd_dot_v1_dot_admin__service__pb2.MoveSessionRequest.SerializeToString,
+            ampd_dot_v1_dot_admin__service__pb2.MoveSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

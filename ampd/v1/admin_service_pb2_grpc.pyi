@@ -46,6 +46,23 @@ class AdminServiceStub:
     """Tells how rounds of a session were placed and why, and how they went.
     Errors: NOT_FOUND (session, round).
     """
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DrainWorkerRequest, _admin_service_pb2.DrainWorkerResponse]
+    """Lets a prefill or decode worker take no new work, finish what it has, hand its idle sessions
+    to other workers, and end. Answers at once; the same call again tells how far it is, and
+    NOT_FOUND when it has ended.
+    Errors: INVALID_ARGUMENT (a coordinator: SIGTERM drains it), NOT_FOUND (WORKER_NOT_FOUND),
+    UNAVAILABLE (WORKER_UNAVAILABLE, STORE_UNAVAILABLE).
+    """
+    MoveSession: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.MoveSessionRequest, _admin_service_pb2.MoveSessionResponse]
+    """Hands an idle session over to another decode worker, its KV included where that pays; its
+    next round runs there. A session that is at the target already stays as it is.
+    Errors: NOT_FOUND (SESSION_NOT_FOUND: no such session, or its home holds nothing of it;
+    WORKER_NOT_FOUND: no such target, or no living home), FAILED_PRECONDITION (ROUND_RUNNING),
+    ABORTED (SESSION_CONFLICT: a round or another call was faster), INVALID_ARGUMENT (a target
+    that decodes nothing, or KV_TOO_SMALL), RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL: the
+    target has no room), UNAVAILABLE (NO_DECODE_WORKER, WORKER_UNAVAILABLE, DRAINING,
+    STORE_UNAVAILABLE).
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -64,6 +81,23 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ExplainRound: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ExplainRoundRequest, _admin_service_pb2.ExplainRoundResponse]  # type: ignore[assignment]
     """Tells how rounds of a session were placed and why, and how they went.
     Errors: NOT_FOUND (session, round).
+    """
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DrainWorkerRequest, _admin_service_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Lets a prefill or decode worker take no new work, finish what it has, hand its idle sessions
+    to other workers, and end. Answers at once; the same call again tells how far it is, and
+    NOT_FOUND when it has ended.
+    Errors: INVALID_ARGUMENT (a coordinator: SIGTERM drains it), NOT_FOUND (WORKER_NOT_FOUND),
+    UNAVAILABLE (WORKER_UNAVAILABLE, STORE_UNAVAILABLE).
+    """
+    MoveSession: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.MoveSessionRequest, _admin_service_pb2.MoveSessionResponse]  # type: ignore[assignment]
+    """Hands an idle session over to another decode worker, its KV included where that pays; its
+    next round runs there. A session that is at the target already stays as it is.
+    Errors: NOT_FOUND (SESSION_NOT_FOUND: no such session, or its home holds nothing of it;
+    WORKER_NOT_FOUND: no such target, or no living home), FAILED_PRECONDITION (ROUND_RUNNING),
+    ABORTED (SESSION_CONFLICT: a round or another call was faster), INVALID_ARGUMENT (a target
+    that decodes nothing, or KV_TOO_SMALL), RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL: the
+    target has no room), UNAVAILABLE (NO_DECODE_WORKER, WORKER_UNAVAILABLE, DRAINING,
+    STORE_UNAVAILABLE).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -104,6 +138,35 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.ExplainRoundResponse, _abc.Awaitable[_admin_service_pb2.ExplainRoundResponse]]:
         """Tells how rounds of a session were placed and why, and how they went.
         Errors: NOT_FOUND (session, round).
+        """
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _admin_service_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_service_pb2.DrainWorkerResponse]]:
+        """Lets a prefill or decode worker take no new work, finish what it has, hand its idle sessions
+        to other workers, and end. Answers at once; the same call again tells how far it is, and
+        NOT_FOUND when it has ended.
+        Errors: INVALID_ARGUMENT (a coordinator: SIGTERM drains it), NOT_FOUND (WORKER_NOT_FOUND),
+        UNAVAILABLE (WORKER_UNAVAILABLE, STORE_UNAVAILABLE).
+        """
+
+    @_abc_1.abstractmethod
+    def MoveSession(
+        self,
+        request: _admin_service_pb2.MoveSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.MoveSessionResponse, _abc.Awaitable[_admin_service_pb2.MoveSessionResponse]]:
+        """Hands an idle session over to another decode worker, its KV included where that pays; its
+        next round runs there. A session that is at the target already stays as it is.
+        Errors: NOT_FOUND (SESSION_NOT_FOUND: no such session, or its home holds nothing of it;
+        WORKER_NOT_FOUND: no such target, or no living home), FAILED_PRECONDITION (ROUND_RUNNING),
+        ABORTED (SESSION_CONFLICT: a round or another call was faster), INVALID_ARGUMENT (a target
+        that decodes nothing, or KV_TOO_SMALL), RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL: the
+        target has no room), UNAVAILABLE (NO_DECODE_WORKER, WORKER_UNAVAILABLE, DRAINING,
+        STORE_UNAVAILABLE).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

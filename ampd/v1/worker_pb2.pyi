@@ -3,9 +3,11 @@
 isort:skip_file
 Workers as the cluster sees them."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -65,6 +67,8 @@ class WorkerLoad(_message.Message):
     KV_PINNED_TOKENS_FIELD_NUMBER: _builtins.int
     KV_RUNNING_TOKENS_FIELD_NUMBER: _builtins.int
     KV_RESERVED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAIN_ESTIMATE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """It takes no new work."""
     queued_tasks: _builtins.int
@@ -101,6 +105,14 @@ class WorkerLoad(_message.Message):
     def itl_window(self) -> _duration_pb2.Duration:
         """Windowed ITL (decode workers)."""
 
+    @_builtins.property
+    def drain_estimate(self) -> _duration_pb2.Duration:
+        """How long its drain is expected to take from now; 0 unless it is draining."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Server-side tools that it runs (decode workers), by name."""
+
     def __init__(
         self,
         *,
@@ -117,10 +129,12 @@ class WorkerLoad(_message.Message):
         kv_pinned_tokens: _builtins.int = ...,
         kv_running_tokens: _builtins.int = ...,
         kv_reserved_tokens: _builtins.int = ...,
+        drain_estimate: _duration_pb2.Duration | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "itl_window", b"itl_window", "oldest_wait", b"oldest_wait", "queued_prefill", b"queued_prefill", "ttft_window", b"ttft_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "drain_estimate", b"drain_estimate", "itl_window", b"itl_window", "oldest_wait", b"oldest_wait", "queued_prefill", b"queued_prefill", "ttft_window", b"ttft_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "draining", b"draining", "itl_window", b"itl_window", "kv_pinned_tokens", b"kv_pinned_tokens", "kv_reserved_tokens", b"kv_reserved_tokens", "kv_running_tokens", b"kv_running_tokens", "oldest_wait", b"oldest_wait", "queued_prefill", b"queued_prefill", "queued_tasks", b"queued_tasks", "running_context_tokens", b"running_context_tokens", "running_rounds", b"running_rounds", "sessions", b"sessions", "ttft_window", b"ttft_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "drain_estimate", b"drain_estimate", "draining", b"draining", "itl_window", b"itl_window", "kv_pinned_tokens", b"kv_pinned_tokens", "kv_reserved_tokens", b"kv_reserved_tokens", "kv_running_tokens", b"kv_running_tokens", "oldest_wait", b"oldest_wait", "queued_prefill", b"queued_prefill", "queued_tasks", b"queued_tasks", "running_context_tokens", b"running_context_tokens", "running_rounds", b"running_rounds", "sessions", b"sessions", "tools", b"tools", "ttft_window", b"ttft_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

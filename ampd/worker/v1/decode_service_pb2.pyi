@@ -545,21 +545,29 @@ class ReleaseRequest(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    PAUSED_AFTER_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The life of the worker."""
     session_id: _builtins.str
     """The session."""
+    paused_after: _builtins.int
+    """Only if the session is paused and has settled this many rounds: a copy handed over in vain,
+    never one that a round has used since. Unset: in whatever state it is.
+    """
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
         session_id: _builtins.str = ...,
+        paused_after: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_paused_after", b"_paused_after", "paused_after", b"paused_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_paused_after", b"_paused_after", "incarnation", b"incarnation", "paused_after", b"paused_after", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__paused_after: _TypeAlias = _typing.Literal["paused_after"]  # noqa: Y015
+    _WhichOneofArgType__paused_after: _TypeAlias = _typing.Literal["_paused_after", b"_paused_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__paused_after) -> _WhichOneofReturnType__paused_after | None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 

@@ -107,7 +107,8 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Frees all that a session holds here; a running round is cancelled. Idempotent.
+        """Frees all that a session holds here; a running round is cancelled. With `paused_after`, only
+        a copy that is still as it was. Idempotent.
         Errors: FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -117,17 +118,20 @@ class DecodeServiceServicer:
     def Move(self, request, context):
         """Hands an idle session over to another home, its KV included where that pays.
         Errors: NOT_FOUND (SESSION_NOT_FOUND: not resident here; WORKER_NOT_FOUND),
-        FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT),
-        UNAVAILABLE (NO_DECODE_WORKER), RESOURCE_EXHAUSTED (KV_EXHAUSTED at the target).
+        FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT: a round
+        or another call was faster), UNAVAILABLE (NO_DECODE_WORKER, WORKER_UNAVAILABLE, DRAINING,
+        STORE_UNAVAILABLE), RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL at the target).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Adopt(self, request, context):
-        """Takes over a session from its home, which lends its KV meanwhile.
-        Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), RESOURCE_EXHAUSTED
-        (KV_EXHAUSTED, QUEUE_FULL), UNAVAILABLE (DRAINING).
+        """Takes over a session from its home, which lends its KV meanwhile. No session here loses KV
+        for it.
+        Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), ABORTED (SESSION_CONFLICT: a
+        newer copy is here, or a round came meanwhile), RESOURCE_EXHAUSTED (KV_EXHAUSTED,
+        QUEUE_FULL), UNAVAILABLE (DRAINING), INTERNAL (ENGINE_FAILED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

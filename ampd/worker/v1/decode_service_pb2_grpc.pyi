@@ -52,19 +52,23 @@ class DecodeServiceStub:
     Errors: NOT_FOUND (TASK_GONE): free it; FAILED_PRECONDITION (STALE_INCARNATION).
     """
     Release: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.ReleaseRequest, _decode_service_pb2.ReleaseResponse]
-    """Frees all that a session holds here; a running round is cancelled. Idempotent.
+    """Frees all that a session holds here; a running round is cancelled. With `paused_after`, only
+    a copy that is still as it was. Idempotent.
     Errors: FAILED_PRECONDITION (STALE_INCARNATION).
     """
     Move: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.MoveRequest, _decode_service_pb2.MoveResponse]
     """Hands an idle session over to another home, its KV included where that pays.
     Errors: NOT_FOUND (SESSION_NOT_FOUND: not resident here; WORKER_NOT_FOUND),
-    FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT),
-    UNAVAILABLE (NO_DECODE_WORKER), RESOURCE_EXHAUSTED (KV_EXHAUSTED at the target).
+    FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT: a round
+    or another call was faster), UNAVAILABLE (NO_DECODE_WORKER, WORKER_UNAVAILABLE, DRAINING,
+    STORE_UNAVAILABLE), RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL at the target).
     """
     Adopt: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.AdoptRequest, _decode_service_pb2.AdoptResponse]
-    """Takes over a session from its home, which lends its KV meanwhile.
-    Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), RESOURCE_EXHAUSTED
-    (KV_EXHAUSTED, QUEUE_FULL), UNAVAILABLE (DRAINING).
+    """Takes over a session from its home, which lends its KV meanwhile. No session here loses KV
+    for it.
+    Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), ABORTED (SESSION_CONFLICT: a
+    newer copy is here, or a round came meanwhile), RESOURCE_EXHAUSTED (KV_EXHAUSTED,
+    QUEUE_FULL), UNAVAILABLE (DRAINING), INTERNAL (ENGINE_FAILED).
     """
     RunTool: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.RunToolRequest, _decode_service_pb2.RunToolResponse]
     """Runs a server-side tool in a background process. Cancelling the call ends the process.
@@ -96,19 +100,23 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Errors: NOT_FOUND (TASK_GONE): free it; FAILED_PRECONDITION (STALE_INCARNATION).
     """
     Release: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.ReleaseRequest, _decode_service_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Frees all that a session holds here; a running round is cancelled. Idempotent.
+    """Frees all that a session holds here; a running round is cancelled. With `paused_after`, only
+    a copy that is still as it was. Idempotent.
     Errors: FAILED_PRECONDITION (STALE_INCARNATION).
     """
     Move: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.MoveRequest, _decode_service_pb2.MoveResponse]  # type: ignore[assignment]
     """Hands an idle session over to another home, its KV included where that pays.
     Errors: NOT_FOUND (SESSION_NOT_FOUND: not resident here; WORKER_NOT_FOUND),
-    FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT),
-    UNAVAILABLE (NO_DECODE_WORKER), RESOURCE_EXHAUSTED (KV_EXHAUSTED at the target).
+    FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT: a round
+    or another call was faster), UNAVAILABLE (NO_DECODE_WORKER, WORKER_UNAVAILABLE, DRAINING,
+    STORE_UNAVAILABLE), RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL at the target).
     """
     Adopt: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.AdoptRequest, _decode_service_pb2.AdoptResponse]  # type: ignore[assignment]
-    """Takes over a session from its home, which lends its KV meanwhile.
-    Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), RESOURCE_EXHAUSTED
-    (KV_EXHAUSTED, QUEUE_FULL), UNAVAILABLE (DRAINING).
+    """Takes over a session from its home, which lends its KV meanwhile. No session here loses KV
+    for it.
+    Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), ABORTED (SESSION_CONFLICT: a
+    newer copy is here, or a round came meanwhile), RESOURCE_EXHAUSTED (KV_EXHAUSTED,
+    QUEUE_FULL), UNAVAILABLE (DRAINING), INTERNAL (ENGINE_FAILED).
     """
     RunTool: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.RunToolRequest, _decode_service_pb2.RunToolResponse]  # type: ignore[assignment]
     """Runs a server-side tool in a background process. Cancelling the call ends the process.
@@ -161,7 +169,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_service_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_service_pb2.ReleaseResponse, _abc.Awaitable[_decode_service_pb2.ReleaseResponse]]:
-        """Frees all that a session holds here; a running round is cancelled. Idempotent.
+        """Frees all that a session holds here; a running round is cancelled. With `paused_after`, only
+        a copy that is still as it was. Idempotent.
         Errors: FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
@@ -173,8 +182,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_service_pb2.MoveResponse, _abc.Awaitable[_decode_service_pb2.MoveResponse]]:
         """Hands an idle session over to another home, its KV included where that pays.
         Errors: NOT_FOUND (SESSION_NOT_FOUND: not resident here; WORKER_NOT_FOUND),
-        FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT),
-        UNAVAILABLE (NO_DECODE_WORKER), RESOURCE_EXHAUSTED (KV_EXHAUSTED at the target).
+        FAILED_PRECONDITION (ROUND_RUNNING, STALE_INCARNATION), ABORTED (SESSION_CONFLICT: a round
+        or another call was faster), UNAVAILABLE (NO_DECODE_WORKER, WORKER_UNAVAILABLE, DRAINING,
+        STORE_UNAVAILABLE), RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL at the target).
         """
 
     @_abc_1.abstractmethod
@@ -183,9 +193,11 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_service_pb2.AdoptRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_service_pb2.AdoptResponse, _abc.Awaitable[_decode_service_pb2.AdoptResponse]]:
-        """Takes over a session from its home, which lends its KV meanwhile.
-        Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), RESOURCE_EXHAUSTED
-        (KV_EXHAUSTED, QUEUE_FULL), UNAVAILABLE (DRAINING).
+        """Takes over a session from its home, which lends its KV meanwhile. No session here loses KV
+        for it.
+        Errors: FAILED_PRECONDITION (STALE_INCARNATION, ROUND_RUNNING), ABORTED (SESSION_CONFLICT: a
+        newer copy is here, or a round came meanwhile), RESOURCE_EXHAUSTED (KV_EXHAUSTED,
+        QUEUE_FULL), UNAVAILABLE (DRAINING), INTERNAL (ENGINE_FAILED).
         """
 
     @_abc_1.abstractmethod

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#ampd/worker/v1/worker_service.proto\x12\x0e\x61mpd.worker.v1\x1a\x1egoogle/protobuf/duration.proto\"#\n\x0c\x44rainRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"`\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12,\n\testimated\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration2U\n\rWorkerService\x12\x44\n\x05\x44rain\x12\x1c.ampd.worker.v1.DrainRequest\x1a\x1d.ampd.worker.v1.DrainResponseBm\n\x12\x64\x65v.ampd.worker.v1B\x12WorkerServiceProtoP\x01Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\xaa\x02\x0e\x41mpd.Worker.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#ampd/worker/v1/worker_service.proto\x12\x0e\x61mpd.worker.v1\x1a\x1egoogle/protobuf/duration.proto\"#\n\x0c\x44rainRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"\x8c\x01\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12,\n\testimated\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x65lapsed\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration2U\n\rWorkerService\x12\x44\n\x05\x44rain\x12\x1c.ampd.worker.v1.DrainRequest\x1a\x1d.ampd.worker.v1.DrainResponseBm\n\x12\x64\x65v.ampd.worker.v1B\x12WorkerServiceProtoP\x01Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\xaa\x02\x0e\x41mpd.Worker.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\022dev.ampd.worker.v1B\022WorkerServiceProtoP\001Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\252\002\016Ampd.Worker.V1'
   _globals['_DRAINREQUEST']._serialized_start=87
   _globals['_DRAINREQUEST']._serialized_end=122
-  _globals['_DRAINRESPONSE']._serialized_start=124
-  _globals['_DRAINRESPONSE']._serialized_end=220
-  _globals['_WORKERSERVICE']._serialized_start=222
-  _globals['_WORKERSERVICE']._serialized_end=307
+  _globals['_DRAINRESPONSE']._serialized_start=125
+  _globals['_DRAINRESPONSE']._serialized_end=265
+  _globals['_WORKERSERVICE']._serialized_start=267
+  _globals['_WORKERSERVICE']._serialized_end=352
 # @@protoc_insertion_point(module_scope)

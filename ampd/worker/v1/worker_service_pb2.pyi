@@ -48,6 +48,7 @@ class DrainResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     ESTIMATED_FIELD_NUMBER: _builtins.int
+    ELAPSED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Rounds or prefill tasks that still run."""
     sessions: _builtins.int
@@ -56,16 +57,21 @@ class DrainResponse(_message.Message):
     def estimated(self) -> _duration_pb2.Duration:
         """How long it expects to take."""
 
+    @_builtins.property
+    def elapsed(self) -> _duration_pb2.Duration:
+        """How long it has been draining."""
+
     def __init__(
         self,
         *,
         running: _builtins.int = ...,
         sessions: _builtins.int = ...,
         estimated: _duration_pb2.Duration | None = ...,
+        elapsed: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["estimated", b"estimated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "estimated", b"estimated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated", b"estimated", "running", b"running", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "estimated", b"estimated", "running", b"running", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
