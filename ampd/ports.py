@@ -240,6 +240,16 @@ class KvTransport(Protocol):
         another kind. When this returns, raises or is cancelled, no byte lands any more."""
         ...
 
+    def listen(self, hear: Callable[[bytes], None]) -> None:
+        """Whom to give the messages of peers, on the event loop: once, before anything is lent.
+        They must arrive only while something is lent."""
+        ...
+
+    async def tell(self, locator: bytes, message: bytes) -> None:
+        """Send a short message to the owner of the memory, at most once and never an error:
+        who is gone does not hear it. Readers tell that a loan is over by it."""
+        ...
+
     async def close(self) -> None:
         """Free memory registrations and connections. Idempotent."""
         ...

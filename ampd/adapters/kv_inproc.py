@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -17,6 +18,7 @@ class InprocKvNetwork:
 
     def __init__(self) -> None:
         self._memories: dict[tuple[str, int], memoryview] = {}
+        self._listeners: dict[tuple[str, int], Callable[[bytes], None]] = {}
 
     def add(self, name: str, incarnation: int, memory: memoryview) -> None:
         """Make the memory of that life readable. ValueError when it has one already."""
@@ -27,6 +29,17 @@ class InprocKvNetwork:
     def remove(self, name: str, incarnation: int) -> None:
         """That life has ended. Idempotent."""
         self._memories.pop((name, incarnation), None)
+        self._listeners.pop((name, incarnation), None)
+
+    def listen(self, name: str, incarnation: int, hear: Callable[[bytes], None]) -> None:
+        """Whom to give the messages to that life."""
+        self._listeners[name, incarnation] = hear
+
+    def tell(self, name: str, incarnation: int, message: bytes) -> None:
+        """Give a message to that life, if it listens."""
+        hear = self._listeners.get((name, incarnation))
+        if hear is not None:
+            hear(message)
 
     def find(self, name: str, incarnation: int) -> memoryview | None:
         """The memory of that life; None when it is unknown or has ended."""
@@ -63,10 +76,7 @@ class InprocKvTransport:
 
     async def read(self, locator: bytes, pieces: Sequence[KvPiece], timeout_s: float) -> None:
         """See the port; a copy cannot time out."""
-        try:
-            peer = msgspec.msgpack.decode(locator, type=_Locator)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise invalid_field("locator", f"is not an in-process one: {error}") from error
+        peer = _decode(locator)
         await asyncio.sleep(0)
         if self._memory is None:
             raise AmpdError(ErrorReason.WORKER_UNAVAILABLE, "this KV transport is closed")
@@ -82,8 +92,25 @@ class InprocKvTransport:
             at = piece.local_offset
             self._memory[at : at + piece.length] = source[start:end]
 
+    def listen(self, hear: Callable[[bytes], None]) -> None:
+        """See the port."""
+        self._network.listen(self._locator.name, self._locator.incarnation, hear)
+
+    async def tell(self, locator: bytes, message: bytes) -> None:
+        """See the port; it is heard before this returns."""
+        with suppress(AmpdError):
+            peer = _decode(locator)
+            self._network.tell(peer.name, peer.incarnation, message)
+
     async def close(self) -> None:
         """See the port."""
         if self._memory is not None:
             self._network.remove(self._locator.name, self._locator.incarnation)
             self._memory = None
+
+
+def _decode(locator: bytes) -> _Locator:
+    try:
+        return msgspec.msgpack.decode(locator, type=_Locator)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise invalid_field("locator", f"is not an in-process one: {error}") from error
