@@ -3,17 +3,21 @@
 Each function is a sum of non-negative coefficients times features that never fall as sizes
 grow, so no prediction is negative or non-monotone, inside the fitted range or beyond it. A
 *hinge* `(at, slope)` adds `slope * max(0, x - at)`: the function is a continuous chain of
-lines, the last of which extrapolates. Fitting lives in `ampd.profiling.fit`.
+lines, the last of which extrapolates. A hinge may take slope away (experts that are loaded
+once, whatever the batch), but never so much that a line falls. Fitting lives in
+`ampd.profiling.fit`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import astuple, dataclass, field
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Final
 
 Hinges = tuple[tuple[float, float], ...]
-"""(size in tokens or sequences, extra seconds per unit beyond it), sizes ascending."""
+"""(size in tokens or sequences, change of the slope there in seconds per unit), sizes
+ascending; no slope is negative."""
 
 MAX_MIXED_CHUNK_TOKENS: Final = 1 << 20
 """What `mixed_chunk` answers where a chunk costs nothing at all."""
@@ -31,7 +35,7 @@ class PrefillCost:
     hinges: Hinges = ()
 
     def __post_init__(self) -> None:
-        _check(astuple(self)[:-1], self.hinges)
+        _check(astuple(self)[:-1], self.token_s, self.hinges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class DecodeCost:
     hinges: Hinges = ()
 
     def __post_init__(self) -> None:
-        _check(astuple(self)[:-1], self.hinges)
+        _check(astuple(self)[:-1], self.sequence_s, self.hinges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class MixedCost:
     hinges: Hinges = ()
 
     def __post_init__(self) -> None:
-        _check(astuple(self)[:-1], self.hinges)
+        _check(astuple(self)[:-1], self.token_s, self.hinges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class KvCost:
     token_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(astuple(self), ())
+        _check(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +90,30 @@ class CostModel:
     def t_pre(self, history_tokens: int, increment_tokens: int) -> float:
         """Seconds to prefill `increment_tokens` over `history_tokens` cached ones."""
         c = self.prefill
-        seconds = (
+        return (
             c.base_s
-            + c.token_s * increment_tokens
+            + _line(c.token_s, c.hinges, increment_tokens)
             + c.history_token_s * history_tokens
             + c.attention_pair_s * increment_tokens * (history_tokens + increment_tokens / 2)
         )
-        return seconds + _hinged(c.hinges, increment_tokens) if c.hinges else seconds
 
     def t_dec(self, batch: int, context_tokens: int) -> float:
         """Seconds of one decode step of `batch` sequences with `context_tokens` in all."""
         c = self.decode
-        seconds = c.base_s + c.sequence_s * batch + c.context_token_s * context_tokens
-        return seconds + _hinged(c.hinges, batch) if c.hinges else seconds
+        return c.base_s + _line(c.sequence_s, c.hinges, batch) + c.context_token_s * context_tokens
 
     def t_mixed(
         self, chunk_tokens: int, chunk_history_tokens: int, batch: int, context_tokens: int
     ) -> float:
         """Seconds of one step that decodes a batch and prefills a chunk."""
         c = self.mixed
-        seconds = (
+        return (
             c.base_s
-            + c.token_s * chunk_tokens
+            + _line(c.token_s, c.hinges, chunk_tokens)
             + c.sequence_s * batch
             + c.context_token_s * context_tokens
             + c.attention_pair_s * chunk_tokens * (chunk_history_tokens + chunk_tokens / 2)
         )
-        return seconds + _hinged(c.hinges, chunk_tokens) if c.hinges else seconds
 
     def mixed_chunk(
         self, limit_s: float, chunk_history_tokens: int, batch: int, context_tokens: int
@@ -122,59 +123,40 @@ class CostModel:
         The exact inverse of `t_mixed`: the result fits and one token more does not, up to
         MAX_MIXED_CHUNK_TOKENS.
         """
-        if limit_s >= self.t_mixed(
-            MAX_MIXED_CHUNK_TOKENS, chunk_history_tokens, batch, context_tokens
-        ):
-            return MAX_MIXED_CHUNK_TOKENS
-        c = self.mixed
-        slack = limit_s - self.t_mixed(0, chunk_history_tokens, batch, context_tokens)
-        if slack < 0:
-            return 0
-        # On the segment behind the hinges passed so far the time is
-        # offset + slope x chunk + q x chunk^2: solve it, and go on while the root lies
-        # beyond the next hinge.
-        slope = c.token_s + c.attention_pair_s * chunk_history_tokens
-        offset = 0.0
-        root = _root(slack, slope, c.attention_pair_s / 2)
-        for at, extra in c.hinges:
-            if root <= at:
-                break
-            slope += extra
-            offset -= extra * at
-            root = _root(slack - offset, slope, c.attention_pair_s / 2)
-        chunk = int(min(root, MAX_MIXED_CHUNK_TOKENS))
-        # The root is off by rounding alone: at most a token.
-        while self.t_mixed(chunk + 1, chunk_history_tokens, batch, context_tokens) <= limit_s:
-            chunk += 1
-        while chunk and self.t_mixed(chunk, chunk_history_tokens, batch, context_tokens) > limit_s:
-            chunk -= 1
-        return chunk
+        return bisect_right(
+            range(1, MAX_MIXED_CHUNK_TOKENS + 1),
+            limit_s,
+            key=lambda chunk: self.t_mixed(chunk, chunk_history_tokens, batch, context_tokens),
+        )
 
     def t_kv(self, tokens: int) -> float:
         """Seconds to move the KV of that many tokens between two workers."""
         return self.kv.base_s + self.kv.token_s * tokens if tokens else 0.0
 
 
-def _root(slack: float, slope: float, q: float) -> float:
-    """The x >= 0 with slope x + q x^2 = slack, in the form that does not cancel."""
-    divisor = slope + sqrt(slope * slope + 4 * q * slack)
-    return 2 * slack / divisor if divisor > 0 else float(MAX_MIXED_CHUNK_TOKENS)
-
-
-def _hinged(hinges: Hinges, size: int) -> float:
-    seconds = 0.0
-    for at, slope in hinges:
+def _line(slope: float, hinges: Hinges, size: int) -> float:
+    """Seconds of a chain of lines from 0 to `size`, segment by segment: no rounding of what one
+    segment costs can make a larger size cheaper."""
+    seconds, start = 0.0, 0.0
+    for at, change in hinges:
         if size <= at:
             break
-        seconds += slope * (size - at)
-    return seconds
+        seconds += slope * (at - start)
+        start = at
+        slope += change
+    return seconds + slope * (size - start)
 
 
-def _check(coefficients: tuple[float, ...], hinges: Hinges) -> None:
-    """ValueError unless the function is finite, non-negative and monotone everywhere."""
-    for value in (*coefficients, *(value for hinge in hinges for value in hinge)):
+def _check(coefficients: tuple[float, ...], slope: float = 0.0, hinges: Hinges = ()) -> None:
+    """ValueError unless the function is finite, non-negative and monotone everywhere; `slope`
+    is that of its first line."""
+    for value in coefficients:
         if not (isfinite(value) and value >= 0):
             raise ValueError(f"a cost must be finite and not negative, not {value}")
     places = [at for at, _ in hinges]
     if places != sorted(set(places)):
         raise ValueError(f"hinges must ascend: {places}")
+    for at, change in hinges:
+        slope += change
+        if not (isfinite(at) and at >= 0 and isfinite(slope) and slope >= 0):
+            raise ValueError(f"the slope must stay finite and not negative: {slope} behind {at}")

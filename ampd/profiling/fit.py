@@ -1,13 +1,17 @@
 """Fit a cost model to measured steps (spec 3): non-negative least squares on relative error.
 
 Every coefficient is non-negative and every feature rises with its sizes, so a fit can be
-neither negative nor falling. Accuracy is reported on samples that the fit has not seen.
+neither negative nor falling. The size that matters most (increment, chunk, batch) is cut into
+segments, each a feature with a slope of its own: a function may bend up (compute takes over
+from memory) or down (all experts are loaded). Accuracy is reported on samples that the fit has
+not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -125,31 +129,31 @@ def fit_prefill(samples: Sequence[StepSample]) -> tuple[PrefillCost, FunctionFit
     """T_pre from prefill-only steps: their chunk is the increment."""
     chunk, history, _, _, seconds = _columns(samples)
     hinges = _hinge_places(chunk)
-    features = [np.ones_like(chunk), chunk, history, chunk * (history + chunk / 2)]
-    coefficients, fitted = _fit([*features, *_hinge_features(chunk, hinges)], seconds, chunk)
-    base, token, history_token, pair, *slopes = coefficients
-    return PrefillCost(base, token, history_token, pair, _hinges(hinges, slopes)), fitted
+    features = [np.ones_like(chunk), history, chunk * (history + chunk / 2)]
+    coefficients, fitted = _fit([*features, *_segments(chunk, hinges)], seconds, chunk)
+    base, history_token, pair, token, *slopes = coefficients
+    return PrefillCost(base, token, history_token, pair, _hinges(token, hinges, slopes)), fitted
 
 
 def fit_decode(samples: Sequence[StepSample]) -> tuple[DecodeCost, FunctionFit]:
     """T_dec from decode-only steps."""
     _, _, batch, context, seconds = _columns(samples)
     hinges = _hinge_places(batch)
-    features = [np.ones_like(batch), batch, context]
-    coefficients, fitted = _fit([*features, *_hinge_features(batch, hinges)], seconds, batch)
-    base, sequence, context_token, *slopes = coefficients
-    return DecodeCost(base, sequence, context_token, _hinges(hinges, slopes)), fitted
+    features = [np.ones_like(batch), context]
+    coefficients, fitted = _fit([*features, *_segments(batch, hinges)], seconds, batch)
+    base, context_token, sequence, *slopes = coefficients
+    return DecodeCost(base, sequence, context_token, _hinges(sequence, hinges, slopes)), fitted
 
 
 def fit_mixed(samples: Sequence[StepSample]) -> tuple[MixedCost, FunctionFit]:
     """T_mixed from steps of any kind."""
     chunk, history, batch, context, seconds = _columns(samples)
     hinges = _hinge_places(chunk)
-    features = [np.ones_like(chunk), chunk, batch, context, chunk * (history + chunk / 2)]
-    coefficients, fitted = _fit([*features, *_hinge_features(chunk, hinges)], seconds, chunk)
-    base, token, sequence, context_token, pair, *slopes = coefficients
-    cost = MixedCost(base, token, sequence, context_token, pair, _hinges(hinges, slopes))
-    return cost, fitted
+    features = [np.ones_like(chunk), batch, context, chunk * (history + chunk / 2)]
+    coefficients, fitted = _fit([*features, *_segments(chunk, hinges)], seconds, chunk)
+    base, sequence, context_token, pair, token, *slopes = coefficients
+    bends = _hinges(token, hinges, slopes)
+    return MixedCost(base, token, sequence, context_token, pair, bends), fitted
 
 
 def fit_kv(samples: Sequence[KvSample]) -> tuple[KvCost, FunctionFit]:
@@ -250,7 +254,7 @@ def _solve(matrix: Array, seconds: Array) -> Array:
 
 def _hinge_places(sizes: Array) -> list[float]:
     """Where the line may bend: interior sizes at equal shares of the distinct ones."""
-    distinct = np.unique(sizes[sizes > 0])
+    distinct = np.unique(sizes)
     interior = distinct[1:][distinct[1:] * HINGE_REACH <= distinct.max(initial=0.0)]
     count = min(MAX_HINGES, len(sizes) // MIN_SAMPLES_PER_HINGE - 1, len(interior))
     if count <= 0:
@@ -259,9 +263,18 @@ def _hinge_places(sizes: Array) -> list[float]:
     return [float(interior[pick]) for pick in picks]
 
 
-def _hinge_features(sizes: Array, places: Sequence[float]) -> list[Array]:
-    return [np.maximum(0.0, sizes - place) for place in places]
+def _segments(sizes: Array, places: Sequence[float]) -> list[Array]:
+    """How much of a size lies before the first place, between two of them, behind the last."""
+    edges = [0.0, *places, np.inf]
+    return [np.clip(sizes - start, 0.0, end - start) for start, end in pairwise(edges)]
 
 
-def _hinges(places: Sequence[float], slopes: Sequence[float]) -> Hinges:
-    return tuple((at, slope) for at, slope in zip(places, slopes, strict=True) if slope > 0)
+def _hinges(slope: float, places: Sequence[float], slopes: Sequence[float]) -> Hinges:
+    """The bends of a chain of lines: `slope` is that of the first, `slopes` of the others."""
+    hinges = []
+    for at, wanted in zip(places, slopes, strict=True):
+        change = wanted - slope
+        if change:
+            hinges.append((at, change))
+            slope += change  # as the cost model sums it; rounding cannot make it negative
+    return tuple(hinges)

@@ -19,37 +19,35 @@ SMOLLM2 = MixedCost(52.9e-3, 2.91e-3, 2.52e-3, 9.3e-6, 2.47e-6)
 
 coefficients = st.one_of(st.just(0.0), st.floats(1e-9, 1e-1))
 sizes = st.integers(0, 200_000)
-hinges = st.lists(
-    st.tuples(st.floats(0.0, 20_000.0), st.floats(0.0, 1e-3)),
-    max_size=3,
-    unique_by=lambda hinge: hinge[0],
-).map(lambda found: tuple(sorted(found)))
-mixed_costs = st.builds(
-    MixedCost,
-    base_s=coefficients,
-    token_s=coefficients,
-    sequence_s=coefficients,
-    context_token_s=coefficients,
-    attention_pair_s=coefficients,
-    hinges=hinges,
+
+
+def with_bends(kind: type, slope: str, *others: str) -> st.SearchStrategy:
+    """Costs whose line bends up and down, each segment with a slope of its own."""
+
+    def build(values: list[float], first: float, segments: dict[float, float]) -> object:
+        hinges, now = [], first
+        for at in sorted(segments):
+            hinges.append((at, segments[at] - now))
+            now += segments[at] - now
+        return kind(**dict(zip(others, values, strict=True)), **{slope: first}, hinges=(*hinges,))
+
+    return st.builds(
+        build,
+        st.tuples(*(coefficients for _ in others)),
+        coefficients,
+        st.dictionaries(
+            st.floats(0.0, 20_000.0), st.one_of(st.just(0.0), st.floats(1e-9, 1e-2)), max_size=3
+        ),
+    )
+
+
+mixed_costs = with_bends(
+    MixedCost, "token_s", "base_s", "sequence_s", "context_token_s", "attention_pair_s"
 )
 models = st.builds(
     CostModel,
-    prefill=st.builds(
-        PrefillCost,
-        base_s=coefficients,
-        token_s=coefficients,
-        history_token_s=coefficients,
-        attention_pair_s=coefficients,
-        hinges=hinges,
-    ),
-    decode=st.builds(
-        DecodeCost,
-        base_s=coefficients,
-        sequence_s=coefficients,
-        context_token_s=coefficients,
-        hinges=hinges,
-    ),
+    prefill=with_bends(PrefillCost, "token_s", "base_s", "history_token_s", "attention_pair_s"),
+    decode=with_bends(DecodeCost, "sequence_s", "base_s", "context_token_s"),
     mixed=mixed_costs,
     kv=st.builds(KvCost, base_s=coefficients, token_s=coefficients),
 )
@@ -142,8 +140,16 @@ def test_impossible_costs_are_refused(bad: float) -> None:
     for cost in (PrefillCost, DecodeCost, MixedCost, KvCost):
         with pytest.raises(ValueError, match="finite and not negative"):
             cost(base_s=bad)
+    for hinge in ((10.0, bad), (bad, 1.0)):
+        with pytest.raises(ValueError, match="finite and not negative"):
+            PrefillCost(hinges=(hinge,))
+
+
+def test_a_hinge_takes_no_more_slope_than_there_is() -> None:
+    flat = DecodeCost(1.0, 0.5, hinges=((8.0, -0.5),))
+    assert CostModel(decode=flat).t_dec(100, 0) == 5.0
     with pytest.raises(ValueError, match="finite and not negative"):
-        PrefillCost(hinges=((10.0, bad),))
+        DecodeCost(1.0, 0.5, hinges=((8.0, -0.5), (9.0, -0.1)))
 
 
 def test_hinges_must_ascend() -> None:
