@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 from ampd.core.cost_model import CostModel
 from ampd.core.lifecycle import SessionRecord
 from ampd.core.model import (
+    Adopted,
+    AdoptOrder,
+    DrainStatus,
     FinishReason,
     KvHandle,
+    Moved,
     PolicySpec,
     PrefillStats,
     PrefillTarget,
@@ -25,6 +29,8 @@ from ampd.core.model import (
     RoundRecord,
     SamplingParams,
     Slo,
+    ToolCall,
+    ToolReturn,
     WorkerInfo,
     WorkerLoad,
     WorkerView,
@@ -432,7 +438,7 @@ class Peers(Protocol):
 
 
 class HomePeer(Protocol):
-    """A home as a coordinator sees it."""
+    """A home as coordinators and other homes see it."""
 
     def run_round(
         self, order: RoundOrder, timeout_s: float | None
@@ -443,16 +449,46 @@ class HomePeer(Protocol):
         `timeout_s` (None: no bound but the home's)."""
         ...
 
-    async def release(self, session_id: str) -> None:
-        """Free all that a session holds there. Idempotent."""
+    async def release(self, session_id: str, *, paused_after: int | None = None) -> None:
+        """Free all that a session holds there; with `paused_after` only if it is paused and has
+        settled that many rounds. Idempotent."""
+        ...
+
+    async def move(self, session_id: str, target_worker_id: str) -> Moved:
+        """Let it hand the session over ('': to the home with the most free KV). AmpdError:
+        MoveHandler's own, STALE_INCARNATION, WORKER_UNAVAILABLE."""
+        ...
+
+    async def adopt(self, order: AdoptOrder) -> Adopted:
+        """Hand a session over to it. AmpdError: MoveHandler's own, STALE_INCARNATION,
+        WORKER_UNAVAILABLE: whether it has taken the session is not known then."""
+        ...
+
+    async def run_tool(self, call: ToolCall, timeout_s: float | None) -> ToolReturn:
+        """Run a tool there; cancelling ends it at once. AmpdError: ToolRunner's own,
+        STALE_INCARNATION, WORKER_UNAVAILABLE, DEADLINE after `timeout_s` (None: no bound but
+        the worker's)."""
+        ...
+
+
+class WorkerPeer(Protocol):
+    """A prefill or decode worker as a coordinator sees it."""
+
+    async def drain(self) -> DrainStatus:
+        """Let it finish and end; answers at once. AmpdError STALE_INCARNATION,
+        WORKER_UNAVAILABLE."""
         ...
 
 
 class Homes(Protocol):
-    """Finds homes by address; connections are kept and shared, with a bound."""
+    """Finds homes (and workers) by address; connections are kept and shared, with a bound."""
 
     def home(self, info: WorkerInfo) -> HomePeer:
         """That life of a decode worker."""
+        ...
+
+    def worker(self, info: WorkerInfo) -> WorkerPeer:
+        """That life of a prefill or decode worker."""
         ...
 
     async def close(self) -> None:
@@ -486,8 +522,9 @@ class DecodeHandler(Protocol):
         INVALID_FIELD, CONTEXT_TOO_LONG, DRAINING, ENGINE_FAILED."""
         ...
 
-    async def release(self, session_id: str) -> None:
-        """Free all that the session holds here, its running round included. Idempotent."""
+    async def release(self, session_id: str, *, paused_after: int | None = None) -> None:
+        """Free all that the session holds here, its running round included; with
+        `paused_after` only if it is paused and has settled that many rounds. Idempotent."""
         ...
 
     async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
@@ -500,6 +537,56 @@ class DecodeHandler(Protocol):
 
     async def fail(self, task_id: str, worker_id: str, error_message: str) -> None:
         """The claimed task could not be computed. Unknown tasks are ignored."""
+        ...
+
+
+class MoveHandler(Protocol):
+    """What a home does to hand sessions over. Incarnations are checked before."""
+
+    async def move(self, session_id: str, target_worker_id: str) -> Moved:
+        """Hand the idle session over to another home ('': the one with the most free KV). A
+        round that comes meanwhile wins. AmpdError SESSION_NOT_FOUND (not resident here),
+        WORKER_NOT_FOUND, ROUND_RUNNING, SESSION_CONFLICT, NO_DECODE_WORKER,
+        STORE_UNAVAILABLE, and the target's refusals as of `adopt`."""
+        ...
+
+    async def adopt(self, order: AdoptOrder) -> Adopted:
+        """Take an idle session over, reading the KV that is lent with it. A round that comes
+        meanwhile wins; no other session loses KV. AmpdError DRAINING, ROUND_RUNNING,
+        SESSION_CONFLICT, KV_EXHAUSTED, QUEUE_FULL, ENGINE_FAILED."""
+        ...
+
+
+class WorkerHandler(Protocol):
+    """What prefill and decode workers both do for coordinators. Incarnations are checked
+    before."""
+
+    async def drain(self) -> DrainStatus:
+        """Take no new work, finish what there is, and end. Answers at once; idempotent."""
+        ...
+
+
+# --- server-side tools --------------------------------------------------------------------
+
+
+class ToolRunner(Protocol):
+    """Runs tools by name, outside of this process (spec 2 step 5)."""
+
+    def names(self) -> tuple[str, ...]:
+        """The tools that can be run now."""
+        ...
+
+    async def run(self, call: ToolCall) -> ToolReturn:
+        """Run the tool within its limits of time and output. What the tool does wrong (an
+        exception, no end in time, arguments that it does not take) is a return with `failed`.
+        Cancelling ends it at once, with all that it has started.
+
+        AmpdError TOOL_NOT_FOUND; QUEUE_FULL (with `retry_after_s`) over the bound of running
+        tools; DRAINING."""
+        ...
+
+    async def close(self) -> None:
+        """Free connections and what else is held. Idempotent."""
         ...
 
 

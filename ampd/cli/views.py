@@ -49,6 +49,7 @@ def worker_view(worker: Worker) -> View:
         "kv_pinned_tokens": load.kv_pinned_tokens,
         "kv_running_tokens": load.kv_running_tokens,
         "kv_reserved_tokens": load.kv_reserved_tokens,
+        "tools": list(load.tools),
     }
 
 

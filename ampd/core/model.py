@@ -103,6 +103,10 @@ class WorkerLoad:
     """Promised to running rounds (not evictable)."""
     kv_reserved_tokens: int = 0
     """The estimated footprint of every session bound here (binding looks at this)."""
+    tools: tuple[str, ...] = ()
+    """Server-side tools that the worker runs, by name."""
+    drain_estimate_s: float = 0.0
+    """How long its drain is expected to take from now; 0 unless it is draining."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,3 +482,78 @@ class Finished:
 
 
 RoundEvent = Accepted | Rerouted | TokensOut | Finished
+
+
+# --- server-side tools --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a server-side tool. `call_id`: unique, and the same when it is made again."""
+
+    session_id: str
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReturn:
+    """What a tool returned, or why it failed: either way it is told to the model."""
+
+    content: str
+    failed: bool = False
+    truncated: bool = False
+    """The content was cut to the limit."""
+    seconds: float = 0.0
+    """How long it ran."""
+
+
+# --- moving sessions, draining workers ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptOrder:
+    """What a home hands over to the next one: an idle session, and where its KV lies."""
+
+    session_id: str
+    rounds: int
+    """Rounds that it has settled."""
+    tokens: array[int]
+    """Its history, `array("I")`, never empty."""
+    facts: SessionFacts
+    slo: Slo
+    history: KvHandle | None = None
+    """Lent until the order is answered; None: the KV is computed when it is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What taking a session over has read."""
+
+    pulled_tokens: int
+    pulled_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Where a session is now, and what was moved for it: nothing when it was there already."""
+
+    worker_id: str
+    moved_tokens: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStatus:
+    """How far a draining worker is. Times in seconds."""
+
+    running: int
+    """Rounds or prefill tasks that still run."""
+    sessions: int
+    """Sessions that it still holds."""
+    estimated_s: float
+    """How long it expects to take from now."""
+    elapsed_s: float
+    """How long it has been draining."""

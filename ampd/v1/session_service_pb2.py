@@ -25,9 +25,10 @@ _sym_db = _symbol_database.Default()
 from ampd.v1 import round_pb2 as ampd_dot_v1_dot_round__pb2
 from ampd.v1 import sampling_params_pb2 as ampd_dot_v1_dot_sampling__params__pb2
 from ampd.v1 import session_pb2 as ampd_dot_v1_dot_session__pb2
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61mpd/v1/session_service.proto\x12\x07\x61mpd.v1\x1a\x13\x61mpd/v1/round.proto\x1a\x1d\x61mpd/v1/sampling_params.proto\x1a\x15\x61mpd/v1/session.proto\"\xbe\x01\n\x14\x43reateSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x03slo\x18\x03 \x01(\x0b\x32\x0c.ampd.v1.Slo\x12\x39\n\x06labels\x18\x04 \x03(\x0b\x32).ampd.v1.CreateSessionRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\":\n\x15\x43reateSessionResponse\x12!\n\x07session\x18\x01 \x01(\x0b\x32\x10.ampd.v1.Session\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"6\n\x0c\x43hatMessages\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.ampd.v1.ChatMessage\"A\n\nToolResult\x12\x14\n\x0ctool_call_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\t\"3\n\x0bToolResults\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.ampd.v1.ToolResult\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbc\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x08messages\x18\x04 \x01(\x0b\x32\x15.ampd.v1.ChatMessagesH\x00\x12,\n\x0ctool_results\x18\x05 \x01(\x0b\x32\x14.ampd.v1.ToolResultsH\x00\x12&\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x11.ampd.v1.TokenIdsH\x00\x12 \n\x13keep_history_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12)\n\x08sampling\x18\x08 \x01(\x0b\x32\x17.ampd.v1.SamplingParamsB\x0b\n\tincrementB\x16\n\x14_keep_history_tokens\"\xe1\x01\n\x0bRoundPlaced\x12\x13\n\x0bround_index\x18\x01 \x01(\r\x12\x1d\n\x05route\x18\x02 \x01(\x0e\x32\x0e.ampd.v1.Route\x12$\n\x06reason\x18\x03 \x01(\x0e\x32\x14.ampd.v1.RouteReason\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x16\n\x0ehistory_tokens\x18\x06 \x01(\r\x12\x18\n\x10increment_tokens\x18\x07 \x01(\r\x12\x17\n\x0fhistory_rebuilt\x18\x08 \x01(\x08\"-\n\nTokenBatch\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xc8\x01\n\rRoundFinished\x12,\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x15.ampd.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.ampd.v1.RoundUsage\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.ampd.v1.RoundTimings\x12\x10\n\x08\x61ttained\x18\x05 \x01(\x08\x12\x16\n\x0ehistory_tokens\x18\x06 \x01(\r\"\x96\x01\n\x10GenerateResponse\x12&\n\x06placed\x18\x01 \x01(\x0b\x32\x14.ampd.v1.RoundPlacedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.ampd.v1.TokenBatchH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.ampd.v1.RoundFinishedH\x00\x42\x07\n\x05\x65vent\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"7\n\x12GetSessionResponse\x12!\n\x07session\x18\x01 \x01(\x0b\x32\x10.ampd.v1.Session\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"S\n\x14ListSessionsResponse\x12\"\n\x08sessions\x18\x01 \x03(\x0b\x32\x10.ampd.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"9\n\x14\x43loseSessionResponse\x12!\n\x07session\x18\x01 \x01(\x0b\x32\x10.ampd.v1.Session2\x84\x03\n\x0eSessionService\x12N\n\rCreateSession\x12\x1d.ampd.v1.CreateSessionRequest\x1a\x1e.ampd.v1.CreateSessionResponse\x12\x41\n\x08Generate\x12\x18.ampd.v1.GenerateRequest\x1a\x19.ampd.v1.GenerateResponse0\x01\x12\x45\n\nGetSession\x12\x1a.ampd.v1.GetSessionRequest\x1a\x1b.ampd.v1.GetSessionResponse\x12K\n\x0cListSessions\x12\x1c.ampd.v1.ListSessionsRequest\x1a\x1d.ampd.v1.ListSessionsResponse\x12K\n\x0c\x43loseSession\x12\x1c.ampd.v1.CloseSessionRequest\x1a\x1d.ampd.v1.CloseSessionResponseBS\n\x0b\x64\x65v.ampd.v1B\x13SessionServiceProtoP\x01Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\xaa\x02\x07\x41mpd.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61mpd/v1/session_service.proto\x12\x07\x61mpd.v1\x1a\x13\x61mpd/v1/round.proto\x1a\x1d\x61mpd/v1/sampling_params.proto\x1a\x15\x61mpd/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\"\xbe\x01\n\x14\x43reateSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x03slo\x18\x03 \x01(\x0b\x32\x0c.ampd.v1.Slo\x12\x39\n\x06labels\x18\x04 \x03(\x0b\x32).ampd.v1.CreateSessionRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\":\n\x15\x43reateSessionResponse\x12!\n\x07session\x18\x01 \x01(\x0b\x32\x10.ampd.v1.Session\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"6\n\x0c\x43hatMessages\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.ampd.v1.ChatMessage\"A\n\nToolResult\x12\x14\n\x0ctool_call_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\t\"3\n\x0bToolResults\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.ampd.v1.ToolResult\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xeb\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x08messages\x18\x04 \x01(\x0b\x32\x15.ampd.v1.ChatMessagesH\x00\x12,\n\x0ctool_results\x18\x05 \x01(\x0b\x32\x14.ampd.v1.ToolResultsH\x00\x12&\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x11.ampd.v1.TokenIdsH\x00\x12 \n\x13keep_history_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12)\n\x08sampling\x18\x08 \x01(\x0b\x32\x17.ampd.v1.SamplingParams\x12\x14\n\x0cserver_tools\x18\t \x03(\t\x12\x17\n\x0fmax_tool_rounds\x18\n \x01(\rB\x0b\n\tincrementB\x16\n\x14_keep_history_tokens\"\xe1\x01\n\x0bRoundPlaced\x12\x13\n\x0bround_index\x18\x01 \x01(\r\x12\x1d\n\x05route\x18\x02 \x01(\x0e\x32\x0e.ampd.v1.Route\x12$\n\x06reason\x18\x03 \x01(\x0e\x32\x14.ampd.v1.RouteReason\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x16\n\x0ehistory_tokens\x18\x06 \x01(\r\x12\x18\n\x10increment_tokens\x18\x07 \x01(\r\x12\x17\n\x0fhistory_rebuilt\x18\x08 \x01(\x08\"-\n\nTokenBatch\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xdb\x01\n\rRoundFinished\x12,\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x15.ampd.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.ampd.v1.RoundUsage\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.ampd.v1.RoundTimings\x12\x10\n\x08\x61ttained\x18\x05 \x01(\x08\x12\x16\n\x0ehistory_tokens\x18\x06 \x01(\r\x12\x11\n\tcontinues\x18\x07 \x01(\x08\">\n\nToolCalled\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x8e\x01\n\x0cToolReturned\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12\x11\n\ttruncated\x18\x05 \x01(\x08\x12+\n\x08\x64uration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf2\x01\n\x10GenerateResponse\x12&\n\x06placed\x18\x01 \x01(\x0b\x32\x14.ampd.v1.RoundPlacedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.ampd.v1.TokenBatchH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.ampd.v1.RoundFinishedH\x00\x12*\n\x0btool_called\x18\x04 \x01(\x0b\x32\x13.ampd.v1.ToolCalledH\x00\x12.\n\rtool_returned\x18\x05 \x01(\x0b\x32\x15.ampd.v1.ToolReturnedH\x00\x42\x07\n\x05\x65vent\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"7\n\x12GetSessionResponse\x12!\n\x07session\x18\x01 \x01(\x0b\x32\x10.ampd.v1.Session\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"S\n\x14ListSessionsResponse\x12\"\n\x08sessions\x18\x01 \x03(\x0b\x32\x10.ampd.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"9\n\x14\x43loseSessionResponse\x12!\n\x07session\x18\x01 \x01(\x0b\x32\x10.ampd.v1.Session2\x84\x03\n\x0eSessionService\x12N\n\rCreateSession\x12\x1d.ampd.v1.CreateSessionRequest\x1a\x1e.ampd.v1.CreateSessionResponse\x12\x41\n\x08Generate\x12\x18.ampd.v1.GenerateRequest\x1a\x19.ampd.v1.GenerateResponse0\x01\x12\x45\n\nGetSession\x12\x1a.ampd.v1.GetSessionRequest\x1a\x1b.ampd.v1.GetSessionResponse\x12K\n\x0cListSessions\x12\x1c.ampd.v1.ListSessionsRequest\x1a\x1d.ampd.v1.ListSessionsResponse\x12K\n\x0c\x43loseSession\x12\x1c.ampd.v1.CloseSessionRequest\x1a\x1d.ampd.v1.CloseSessionResponseBS\n\x0b\x64\x65v.ampd.v1B\x13SessionServiceProtoP\x01Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\xaa\x02\x07\x41mpd.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,44 +38,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\013dev.ampd.v1B\023SessionServiceProtoP\001Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\252\002\007Ampd.V1'
   _globals['_CREATESESSIONREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_CREATESESSIONREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_CREATESESSIONREQUEST']._serialized_start=118
-  _globals['_CREATESESSIONREQUEST']._serialized_end=308
-  _globals['_CREATESESSIONREQUEST_LABELSENTRY']._serialized_start=263
-  _globals['_CREATESESSIONREQUEST_LABELSENTRY']._serialized_end=308
-  _globals['_CREATESESSIONRESPONSE']._serialized_start=310
-  _globals['_CREATESESSIONRESPONSE']._serialized_end=368
-  _globals['_CHATMESSAGE']._serialized_start=370
-  _globals['_CHATMESSAGE']._serialized_end=428
-  _globals['_CHATMESSAGES']._serialized_start=430
-  _globals['_CHATMESSAGES']._serialized_end=484
-  _globals['_TOOLRESULT']._serialized_start=486
-  _globals['_TOOLRESULT']._serialized_end=551
-  _globals['_TOOLRESULTS']._serialized_start=553
-  _globals['_TOOLRESULTS']._serialized_end=604
-  _globals['_TOKENIDS']._serialized_start=606
-  _globals['_TOKENIDS']._serialized_end=629
-  _globals['_GENERATEREQUEST']._serialized_start=632
-  _globals['_GENERATEREQUEST']._serialized_end=948
-  _globals['_ROUNDPLACED']._serialized_start=951
-  _globals['_ROUNDPLACED']._serialized_end=1176
-  _globals['_TOKENBATCH']._serialized_start=1178
-  _globals['_TOKENBATCH']._serialized_end=1223
-  _globals['_ROUNDFINISHED']._serialized_start=1226
-  _globals['_ROUNDFINISHED']._serialized_end=1426
-  _globals['_GENERATERESPONSE']._serialized_start=1429
-  _globals['_GENERATERESPONSE']._serialized_end=1579
-  _globals['_GETSESSIONREQUEST']._serialized_start=1581
-  _globals['_GETSESSIONREQUEST']._serialized_end=1620
-  _globals['_GETSESSIONRESPONSE']._serialized_start=1622
-  _globals['_GETSESSIONRESPONSE']._serialized_end=1677
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1679
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1739
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1741
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1824
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1826
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1887
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1889
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1946
-  _globals['_SESSIONSERVICE']._serialized_start=1949
-  _globals['_SESSIONSERVICE']._serialized_end=2337
+  _globals['_CREATESESSIONREQUEST']._serialized_start=150
+  _globals['_CREATESESSIONREQUEST']._serialized_end=340
+  _globals['_CREATESESSIONREQUEST_LABELSENTRY']._serialized_start=295
+  _globals['_CREATESESSIONREQUEST_LABELSENTRY']._serialized_end=340
+  _globals['_CREATESESSIONRESPONSE']._serialized_start=342
+  _globals['_CREATESESSIONRESPONSE']._serialized_end=400
+  _globals['_CHATMESSAGE']._serialized_start=402
+  _globals['_CHATMESSAGE']._serialized_end=460
+  _globals['_CHATMESSAGES']._serialized_start=462
+  _globals['_CHATMESSAGES']._serialized_end=516
+  _globals['_TOOLRESULT']._serialized_start=518
+  _globals['_TOOLRESULT']._serialized_end=583
+  _globals['_TOOLRESULTS']._serialized_start=585
+  _globals['_TOOLRESULTS']._serialized_end=636
+  _globals['_TOKENIDS']._serialized_start=638
+  _globals['_TOKENIDS']._serialized_end=661
+  _globals['_GENERATEREQUEST']._serialized_start=664
+  _globals['_GENERATEREQUEST']._serialized_end=1027
+  _globals['_ROUNDPLACED']._serialized_start=1030
+  _globals['_ROUNDPLACED']._serialized_end=1255
+  _globals['_TOKENBATCH']._serialized_start=1257
+  _globals['_TOKENBATCH']._serialized_end=1302
+  _globals['_ROUNDFINISHED']._serialized_start=1305
+  _globals['_ROUNDFINISHED']._serialized_end=1524
+  _globals['_TOOLCALLED']._serialized_start=1526
+  _globals['_TOOLCALLED']._serialized_end=1588
+  _globals['_TOOLRETURNED']._serialized_start=1591
+  _globals['_TOOLRETURNED']._serialized_end=1733
+  _globals['_GENERATERESPONSE']._serialized_start=1736
+  _globals['_GENERATERESPONSE']._serialized_end=1978
+  _globals['_GETSESSIONREQUEST']._serialized_start=1980
+  _globals['_GETSESSIONREQUEST']._serialized_end=2019
+  _globals['_GETSESSIONRESPONSE']._serialized_start=2021
+  _globals['_GETSESSIONRESPONSE']._serialized_end=2076
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=2078
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=2138
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2140
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2223
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=2225
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=2286
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2288
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2345
+  _globals['_SESSIONSERVICE']._serialized_start=2348
+  _globals['_SESSIONSERVICE']._serialized_end=2736
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from ampd.v1 import sampling_params_pb2 as _sampling_params_pb2
 from ampd.v1 import session_pb2 as _session_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
@@ -251,11 +252,17 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KEEP_HISTORY_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    SERVER_TOOLS_FIELD_NUMBER: _builtins.int
+    MAX_TOOL_ROUNDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     request_id: _builtins.str
     """Chosen by the client, at most 64 characters. Repeating that of a round which has ended
     gives the same answer again and runs nothing. Default: none.
+    With server_tools: at most 60 characters, because round n that follows has the request_id
+    `<request_id>#<n>`. Repeating the request_id repeats what has finished and goes on behind it.
+    A tool whose result had not been kept yet is then run again, with the same call_id: tools run
+    at least once, and their results enter the history once.
     """
     text: _builtins.str
     """Raw text, tokenised as it is."""
@@ -263,6 +270,10 @@ class GenerateRequest(_message.Message):
     """Rewind: history tokens to keep; what lies behind is cut before the increment is added.
     Range 0 to the session's history_tokens; default: all. INVALID_ARGUMENT beyond it, with the
     real length in the ErrorInfo's metadata `history_tokens`.
+    """
+    max_tool_rounds: _builtins.int
+    """How many rounds may follow the first one in this stream. Range 0 to 64; 0: 8. The calls of a
+    round behind which no other may follow are the client's.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -278,7 +289,16 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _sampling_params_pb2.SamplingParams:
-        """How to sample."""
+        """How to sample. The rounds that follow tool calls sample in the same way, max_tokens each."""
+
+    @_builtins.property
+    def server_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tools that the server runs when the model calls them: at most 64 different names, each of 1
+        to 64 visible ASCII characters and known to a live decode worker (Worker.load.tools).
+        Default: none. What the tools do is for the prompt to say; calls are found in the round's
+        text by the coordinator's `tool_call_parser`. A round that calls any other tool ends the
+        stream and runs nothing: its calls are the client's.
+        """
 
     def __init__(
         self,
@@ -291,10 +311,12 @@ class GenerateRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         keep_history_tokens: _builtins.int | None = ...,
         sampling: _sampling_params_pb2.SamplingParams | None = ...,
+        server_tools: _abc.Iterable[_builtins.str] | None = ...,
+        max_tool_rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_history_tokens", b"_keep_history_tokens", "increment", b"increment", "keep_history_tokens", b"keep_history_tokens", "messages", b"messages", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tool_results", b"tool_results"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_history_tokens", b"_keep_history_tokens", "increment", b"increment", "keep_history_tokens", b"keep_history_tokens", "messages", b"messages", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids", "tool_results", b"tool_results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_history_tokens", b"_keep_history_tokens", "increment", b"increment", "keep_history_tokens", b"keep_history_tokens", "max_tool_rounds", b"max_tool_rounds", "messages", b"messages", "request_id", b"request_id", "sampling", b"sampling", "server_tools", b"server_tools", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids", "tool_results", b"tool_results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_history_tokens: _TypeAlias = _typing.Literal["keep_history_tokens"]  # noqa: Y015
     _WhichOneofArgType__keep_history_tokens: _TypeAlias = _typing.Literal["_keep_history_tokens", b"_keep_history_tokens"]  # noqa: Y015
@@ -397,6 +419,7 @@ class RoundFinished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     ATTAINED_FIELD_NUMBER: _builtins.int
     HISTORY_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     finish_reason: _round_pb2.FinishReason.ValueType
     """Why it ended."""
     stop_reason: _builtins.str
@@ -405,6 +428,8 @@ class RoundFinished(_message.Message):
     """Whether it met the session's SLO."""
     history_tokens: _builtins.int
     """Tokens in the history now."""
+    continues: _builtins.bool
+    """The stream goes on: the round called tools that the server runs now."""
     @_builtins.property
     def usage(self) -> _round_pb2.RoundUsage:
         """Tokens and bytes."""
@@ -422,14 +447,91 @@ class RoundFinished(_message.Message):
         timings: _round_pb2.RoundTimings | None = ...,
         attained: _builtins.bool = ...,
         history_tokens: _builtins.int = ...,
+        continues: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attained", b"attained", "finish_reason", b"finish_reason", "history_tokens", b"history_tokens", "stop_reason", b"stop_reason", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attained", b"attained", "continues", b"continues", "finish_reason", b"finish_reason", "history_tokens", b"history_tokens", "stop_reason", b"stop_reason", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundFinished: _TypeAlias = RoundFinished  # noqa: Y015
+
+@_typing.final
+class ToolCalled(_message.Message):
+    """The round that has just finished called a tool that the server runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    """Unique, the same when the call is made again for a repeated request_id. At most 64 characters."""
+    name: _builtins.str
+    """The tool; empty for a call that could not be read."""
+    arguments: _builtins.str
+    """Its arguments, a JSON object; of a call that could not be read: what the model wrote."""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "call_id", b"call_id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCalled: _TypeAlias = ToolCalled  # noqa: Y015
+
+@_typing.final
+class ToolReturned(_message.Message):
+    """The result of that call, which the next round's increment holds as a message of role "tool"."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    """The call."""
+    name: _builtins.str
+    """The tool; empty for a call that could not be read."""
+    content: _builtins.str
+    """What the tool returned, or why it failed."""
+    failed: _builtins.bool
+    """Whether it failed: a call that could not be read, wrong arguments, an error of the tool, its
+    time limit. The model is told, and the rounds go on.
+    """
+    truncated: _builtins.bool
+    """Whether the content was cut to the worker's limit."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long it ran."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        content: _builtins.str = ...,
+        failed: _builtins.bool = ...,
+        truncated: _builtins.bool = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "content", b"content", "duration", b"duration", "failed", b"failed", "name", b"name", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolReturned: _TypeAlias = ToolReturned  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -440,6 +542,8 @@ class GenerateResponse(_message.Message):
     PLACED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TOOL_CALLED_FIELD_NUMBER: _builtins.int
+    TOOL_RETURNED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placed(self) -> Global___RoundPlaced:
         """Where it is prefilled; the last one before the first tokens holds."""
@@ -450,7 +554,15 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___RoundFinished:
-        """The end; nothing follows."""
+        """The end of a round; nothing follows unless it says `continues`."""
+
+    @_builtins.property
+    def tool_called(self) -> Global___ToolCalled:
+        """A tool that the server runs, in the order of the round's text."""
+
+    @_builtins.property
+    def tool_returned(self) -> Global___ToolReturned:
+        """Its result. Tools run at the same time: results come in the order in which they are ready."""
 
     def __init__(
         self,
@@ -458,12 +570,14 @@ class GenerateResponse(_message.Message):
         placed: Global___RoundPlaced | None = ...,
         tokens: Global___TokenBatch | None = ...,
         finished: Global___RoundFinished | None = ...,
+        tool_called: Global___ToolCalled | None = ...,
+        tool_returned: Global___ToolReturned | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "placed", b"placed", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "placed", b"placed", "tokens", b"tokens", "tool_called", b"tool_called", "tool_returned", b"tool_returned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "placed", b"placed", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "placed", b"placed", "tokens", b"tokens", "tool_called", b"tool_called", "tool_returned", b"tool_returned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placed", "tokens", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placed", "tokens", "finished", "tool_called", "tool_returned"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

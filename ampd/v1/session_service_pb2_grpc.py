@@ -83,6 +83,13 @@ class SessionServiceServicer:
         first round and every later one. The stream gives `placed` (again if the prefill is moved
         to another worker), `tokens` ..., `finished`. Cancelling it discards the round: the history
         stays as it was.
+
+        With server_tools the stream may go on behind `finished`, which then has `continues`: the
+        round called tools that the server runs. `tool_called` tells each call, `tool_returned` each
+        result as it comes, and a further round follows whose increment is the results: `placed`,
+        `tokens` ..., `finished`. The last `finished` does not continue. Each of these rounds counts
+        as one: it has its index, its record and its part of the history, and one that has finished
+        stays when the stream is cancelled or fails later; a tool that still runs is ended then.
         Errors: INVALID_ARGUMENT (a field, or too long), NOT_FOUND (session), FAILED_PRECONDITION (a
         round is running), ABORTED (lost a race), RESOURCE_EXHAUSTED (no room, with RetryInfo),
         UNAVAILABLE, DEADLINE_EXCEEDED.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ampd.core.errors import AmpdError, invalid_field
-from ampd.core.model import Finished, Route, RouteReason, TokensOut
+from ampd.core.model import Finished, Route, RouteReason, TokensOut, ToolCall, ToolReturn
 from ampd.ports import ChatMessage, Tokens
 from ampd.v1 import session_service_pb2
-from ampd.wire import enums, names, round, tokens  # noqa: A004
+from ampd.wire import enums, names, round, times, tokens  # noqa: A004
 from ampd.wire.order import batch_to_proto
 from ampd.wire.sampling import SamplingRequest, sampling_from_proto
 
@@ -18,6 +19,11 @@ MAX_TEXT_BYTES: Final = 4 * 1024 * 1024
 """Of one text: the increment's, a message's, a tool result's."""
 MAX_MESSAGES: Final = 256
 MAX_ROLE_CHARS: Final = 32
+MAX_SERVER_TOOLS: Final = 64
+MAX_TOOL_ROUNDS: Final = 64
+DEFAULT_TOOL_ROUNDS: Final = 8
+MAX_REQUEST_ID_CHARS_WITH_TOOLS: Final = 60
+"""The rounds that follow have request_ids derived from the client's, which must be ids too."""
 
 TOOL_ROLE: Final = "tool"
 
@@ -39,6 +45,12 @@ class RoundRequest:
     keep_history_tokens: int | None
     """None: all."""
     sampling: SamplingRequest
+    server_tools: tuple[str, ...] = ()
+    """Tools that the server runs when the model calls them."""
+    max_tool_rounds: int = DEFAULT_TOOL_ROUNDS
+    """Rounds that may follow the first one in its stream."""
+    preface: bytes = b""
+    """Kept with the round's answer, for the repetition of the request."""
 
 
 def round_request_from_proto(
@@ -64,9 +76,18 @@ def round_request_from_proto(
             tokens.check_vocabulary(token_ids, "increment.token_ids", vocab_size=vocab_size)
         case _:
             raise invalid_field("increment", "required: text, messages, tool_results or token_ids")
+    server_tools = _server_tools(request.server_tools)
+    request_id = names.optional_id(request.request_id, "request_id")
+    if server_tools and len(request_id) > MAX_REQUEST_ID_CHARS_WITH_TOOLS:
+        raise invalid_field(
+            "request_id",
+            f"at most {MAX_REQUEST_ID_CHARS_WITH_TOOLS} characters with server_tools",
+        )
+    if request.max_tool_rounds > MAX_TOOL_ROUNDS:
+        raise invalid_field("max_tool_rounds", f"beyond the range 0 to {MAX_TOOL_ROUNDS}")
     return RoundRequest(
         session_id=names.required_id(request.session_id, "session_id"),
-        request_id=names.optional_id(request.request_id, "request_id"),
+        request_id=request_id,
         text=text,
         messages=messages,
         token_ids=token_ids,
@@ -74,6 +95,8 @@ def round_request_from_proto(
             request.keep_history_tokens if request.HasField("keep_history_tokens") else None
         ),
         sampling=sampling_from_proto(request.sampling, vocab_size=vocab_size),
+        server_tools=server_tools,
+        max_tool_rounds=request.max_tool_rounds or DEFAULT_TOOL_ROUNDS,
     )
 
 
@@ -108,9 +131,38 @@ def tokens_response(event: TokensOut) -> session_service_pb2.GenerateResponse:
     return session_service_pb2.GenerateResponse(tokens=batch_to_proto(event))
 
 
-def finished_response(event: Finished) -> session_service_pb2.GenerateResponse:
-    """The end of the round, for the client."""
-    return session_service_pb2.GenerateResponse(finished=round.finished_to_proto(event))
+def finished_response(
+    event: Finished, *, continues: bool = False
+) -> session_service_pb2.GenerateResponse:
+    """The end of the round, for the client; `continues`: the stream goes on behind it."""
+    finished = round.finished_to_proto(event)
+    finished.continues = continues
+    return session_service_pb2.GenerateResponse(finished=finished)
+
+
+def tool_called_response(call: ToolCall) -> session_service_pb2.GenerateResponse:
+    """The round called a tool that the server runs, for the client."""
+    return session_service_pb2.GenerateResponse(
+        tool_called=session_service_pb2.ToolCalled(
+            call_id=call.call_id, name=call.name, arguments=call.arguments
+        )
+    )
+
+
+def tool_returned_response(
+    call: ToolCall, returned: ToolReturn
+) -> session_service_pb2.GenerateResponse:
+    """What that tool returned, for the client."""
+    return session_service_pb2.GenerateResponse(
+        tool_returned=session_service_pb2.ToolReturned(
+            call_id=call.call_id,
+            name=call.name,
+            content=returned.content,
+            failed=returned.failed,
+            truncated=returned.truncated,
+            duration=times.duration_to_proto(returned.seconds),
+        )
+    )
 
 
 def _messages(chat: session_service_pb2.ChatMessages) -> tuple[ChatMessage, ...]:
@@ -138,6 +190,18 @@ def _tool_results(tools: session_service_pb2.ToolResults) -> tuple[ChatMessage, 
         )
         for index, result in enumerate(tools.results)
     )
+
+
+def _server_tools(tools: Sequence[str]) -> tuple[str, ...]:
+    if len(tools) > MAX_SERVER_TOOLS:
+        raise invalid_field(
+            "server_tools", f"{len(tools)} names, at most {MAX_SERVER_TOOLS} are allowed"
+        )
+    for index, name in enumerate(tools):
+        names.required_id(name, f"server_tools[{index}]")
+        if name in tools[:index]:
+            raise invalid_field(f"server_tools[{index}]", f"{name} is there twice")
+    return tuple(tools)
 
 
 def _check_count(count: int, path: str) -> None:

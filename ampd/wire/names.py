@@ -25,9 +25,14 @@ def required_id(value: str, path: str) -> str:
     return optional_id(value, path)
 
 
+def is_id(value: str) -> bool:
+    """1 to 64 visible ASCII characters, no spaces."""
+    return 0 < len(value) <= MAX_NAME_CHARS and _VISIBLE_ASCII.fullmatch(value) is not None
+
+
 def optional_id(value: str, path: str) -> str:
     """The same, or empty for none."""
-    if value and not (len(value) <= MAX_NAME_CHARS and _VISIBLE_ASCII.fullmatch(value)):
+    if value and not is_id(value):
         raise invalid_field(
             path, f"at most {MAX_NAME_CHARS} visible ASCII characters without spaces"
         )

@@ -41,4 +41,6 @@ def _load_to_proto(load: WorkerLoad, age_s: float) -> worker_pb2.WorkerLoad:
         kv_pinned_tokens=load.kv_pinned_tokens,
         kv_running_tokens=load.kv_running_tokens,
         kv_reserved_tokens=load.kv_reserved_tokens,
+        drain_estimate=times.duration_to_proto(load.drain_estimate_s),
+        tools=load.tools,
     )
