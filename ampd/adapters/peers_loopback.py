@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import PrefillTarget, PrefillTask
-from ampd.ports import ClaimedTask, DecodeHandler, PrefillHandler, PrefillReport
+from ampd.ports import (
+    ClaimedTask,
+    DecodeHandler,
+    MoveHandler,
+    PrefillHandler,
+    PrefillReport,
+    ToolRunner,
+    WorkerHandler,
+)
 from ampd.wire.worker_protocol import require_incarnation
 
 
@@ -25,6 +33,9 @@ class LoopbackWorker:
     incarnation: int
     prefill: PrefillHandler | None = None
     decode: DecodeHandler | None = None
+    mover: MoveHandler | None = None
+    worker: WorkerHandler | None = None
+    tools: ToolRunner | None = None
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     calls: set[asyncio.Timeout] = field(default_factory=set)
     """Calls in flight: they fail when the worker is lost."""
@@ -58,10 +69,15 @@ class LoopbackNetwork:
         *,
         prefill: PrefillHandler | None = None,
         decode: DecodeHandler | None = None,
+        mover: MoveHandler | None = None,
+        worker: WorkerHandler | None = None,
+        tools: ToolRunner | None = None,
     ) -> None:
         """Start a worker, in place of any earlier life on that address."""
         self.lose(address)
-        self._workers[address] = LoopbackWorker(incarnation, prefill, decode)
+        self._workers[address] = LoopbackWorker(
+            incarnation, prefill, decode, mover, worker, tools
+        )
 
     def lose(self, address: str) -> None:
         """The worker dies: calls in flight fail, later ones find nobody. Idempotent."""
@@ -104,6 +120,27 @@ class LoopbackNetwork:
         if worker.decode is None:
             raise AmpdError(ErrorReason.INTERNAL, f"no decode worker at {address}")
         return worker, worker.decode
+
+    def mover(self, address: str, incarnation: int) -> tuple[LoopbackWorker, MoveHandler]:
+        """What a home does to hand sessions over; errors as `find`."""
+        worker = self.find(address, incarnation)
+        if worker.mover is None:
+            raise AmpdError(ErrorReason.INTERNAL, f"no decode worker at {address}")
+        return worker, worker.mover
+
+    def worker(self, address: str, incarnation: int) -> tuple[LoopbackWorker, WorkerHandler]:
+        """What both kinds of workers do; errors as `find`."""
+        worker = self.find(address, incarnation)
+        if worker.worker is None:
+            raise AmpdError(ErrorReason.INTERNAL, f"no worker at {address}")
+        return worker, worker.worker
+
+    def tools(self, address: str, incarnation: int) -> tuple[LoopbackWorker, ToolRunner]:
+        """The server-side tools of a decode worker; errors as `find`."""
+        worker = self.find(address, incarnation)
+        if worker.tools is None:
+            raise AmpdError(ErrorReason.INTERNAL, f"no tools at {address}")
+        return worker, worker.tools
 
 
 class LoopbackPeers:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from ampd.runtime.process import WORKER_ID
+from ampd.adapters.tools.limits import ToolLimits
+from ampd.runtime.process import HOST_PORT, WORKER_ID
 from ampd.runtime.worker import WorkerSettings
+from ampd.wire.generate import MAX_TEXT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,12 @@ class HomeLimits:
     """From an offer to its claim: the longest wait in a prefill queue."""
     prefill_timeout_s: float = 120.0
     """From a claim to its completion: the longest prefill."""
+    admission_wait_s: float = 5.0
+    """How long a round may wait for KV that others hold."""
+    max_waiting_rounds: int = 256
+    """Rounds that may wait for KV at once; one more is refused."""
+    kept_round_s: float = 60.0
+    """How long the output of a round is kept for the request that ran it."""
 
 
 class DecodeSettings(WorkerSettings):
@@ -42,6 +51,28 @@ class DecodeSettings(WorkerSettings):
     prefill_timeout_s: PositiveFloat = 120.0
     """Longest computation of a claimed prefill, in seconds."""
 
+    admission_wait_s: NonNegativeFloat = 5.0
+    """Longest wait of a round for KV that others hold, in seconds; then it is refused."""
+    max_waiting_rounds: PositiveInt = 256
+    """Rounds that may wait for KV at once; one more is refused."""
+    kept_round_s: NonNegativeFloat = 60.0
+    """Seconds that a round's output is kept for the repetition of its request."""
+
+    tools: tuple[str, ...] = ()
+    """Server-side tools that sessions may use, by their entry points' names (group `ampd.tools`)."""
+    tool_services: tuple[Annotated[str, Field(pattern=HOST_PORT)], ...] = ()
+    """host:port of every ToolService whose tools sessions may use too."""
+    tool_timeout_s: PositiveFloat = 30.0
+    """Longest run of a tool in seconds; then it is ended and has failed."""
+    max_tool_output_bytes: PositiveInt = Field(64 * 1024, le=MAX_TEXT_BYTES)
+    """What a tool may return in bytes of UTF-8; more is cut."""
+    max_running_tools: PositiveInt = 16
+    """Tools that may run at once; one more is refused."""
+
+    def tool_limits(self) -> ToolLimits:
+        """The bounds of one tool call."""
+        return ToolLimits(self.tool_timeout_s, self.max_tool_output_bytes)
+
     def limits(self) -> HomeLimits:
         """The home's bounds."""
         return HomeLimits(
@@ -50,4 +81,7 @@ class DecodeSettings(WorkerSettings):
             session_ttl_s=self.session_ttl_s,
             claim_timeout_s=self.claim_timeout_s,
             prefill_timeout_s=self.prefill_timeout_s,
+            admission_wait_s=self.admission_wait_s,
+            max_waiting_rounds=self.max_waiting_rounds,
+            kept_round_s=self.kept_round_s,
         )
