@@ -1,0 +1,295 @@
+"""What must hold in a simulated cluster, whatever happens to it. Nothing here acts: it looks at
+what clients saw, at the books of workers, and at what is left in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cluster_sim import Life, SimCluster
+from sim_workload import Ask, Seen
+
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.model import Role
+from ampd.core.prefill_queue import PrefillQueue, QueuedPrefill
+from ampd.v1.session_pb2 import Session
+
+LOOK_EVERY_S: Final = 0.05
+TWO_HOMES_S: Final = 20.0
+"""Longer than any process may take to notice that it was given up, less than a session's TTL."""
+
+RETRIABLE: Final = frozenset(
+    {
+        ErrorReason.NO_DECODE_WORKER,
+        ErrorReason.WORKER_UNAVAILABLE,
+        ErrorReason.STORE_UNAVAILABLE,
+        ErrorReason.DRAINING,
+        ErrorReason.SESSION_CONFLICT,
+    }
+)
+"""What faults may show a client: UNAVAILABLE and ABORTED."""
+FULL: Final = frozenset({ErrorReason.KV_EXHAUSTED, ErrorReason.QUEUE_FULL})
+"""RESOURCE_EXHAUSTED: only with a hint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a run's faults excuse."""
+
+    faults: bool = True
+    """UNAVAILABLE and ABORTED may be seen."""
+    full: bool = True
+    """RESOURCE_EXHAUSTED may be seen."""
+
+
+class Judge:
+    """`sim_workload.Witness`: every token and every end that a client sees."""
+
+    def __init__(self, cluster: SimCluster, allowed: Allowed) -> None:
+        self._cluster = cluster
+        self._allowed = allowed
+        self._outputs: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self.ends: Counter[str] = Counter()
+        self.rounds = 0
+        self.resumed = 0
+
+    def begins(self, ask: Ask, histories: list[list[int]]) -> None:
+        """See the protocol."""
+
+    def expected(self, history: list[int], ask: Ask) -> list[int]:
+        """By the oracle, which runs nothing of the cluster."""
+        prompt = _kept(history, ask) + ask.increment
+        key = (tuple(prompt), ask.max_tokens)
+        if key not in self._outputs:
+            self._outputs[key] = self._cluster.engines.oracle(prompt, ask.max_tokens)
+        return self._outputs[key]
+
+    def saw(self, ask: Ask, histories: list[list[int]], seen: Seen) -> list[list[int]]:
+        """See the protocol."""
+        self.ends[self._end(seen)] += 1
+        if seen.after_end:
+            self._violate(ask, f"{seen.after_end} events behind the end")
+        if seen.error is None and seen.finished is None and not seen.dropped:
+            self._violate(ask, "the stream ended without a word")
+        if seen.error is not None:
+            self._judge_error(ask, seen.error)
+        if (seen.tokens or seen.finished) and not seen.placed:
+            self._violate(ask, "tokens without a placement")
+        if not seen.placed:
+            return histories
+        agree = [h for h in histories if self._agrees(h, ask, seen)]
+        if not agree:
+            self._explain(ask, histories, seen)
+            return histories
+        if seen.finished is not None:
+            self._judge_finished(ask, agree[0], seen)
+            self.rounds += not seen.replays
+        return agree
+
+    def found(self, histories: list[list[int]], session: Session) -> None:
+        """See the protocol."""
+        lengths = sorted({len(history) for history in histories})
+        if session.history_tokens not in lengths and not self._store_lost(session.session_id):
+            self._cluster.violate(
+                f"session {session.session_id} has {session.history_tokens} tokens of history, "
+                f"its client knows of {lengths}"
+            )
+
+    def refused(self, session: str, what: str, error: AmpdError) -> None:
+        """See the protocol."""
+        if error.reason is ErrorReason.SESSION_NOT_FOUND and self._store_lost(session):
+            return
+        self._cluster.violate(f"{what} of session {session!r}: {error.reason} {error.message}")
+
+    def done(self, session: str, rounds: int) -> None:
+        """See the protocol."""
+
+    # --- how ---------------------------------------------------------------------------------
+
+    def _agrees(self, history: list[int], ask: Ask, seen: Seen) -> bool:
+        kept = _kept(history, ask)
+        if any(placed.history_tokens != len(kept) for placed in seen.placed):
+            return False
+        expected = self.expected(history, ask)
+        if seen.finished is not None:
+            return seen.tokens == expected
+        return seen.tokens == expected[: len(seen.tokens)]
+
+    def _explain(self, ask: Ask, histories: list[list[int]], seen: Seen) -> None:
+        """What is wrong with a stream that agrees with no history."""
+        told = sorted({placed.history_tokens for placed in seen.placed})
+        lengths = [len(_kept(history, ask)) for history in histories]
+        right = [_common(seen.tokens, self.expected(history, ask)) for history in histories]
+        self._violate(
+            ask,
+            f"{len(seen.tokens)} tokens over a history of {told} tokens; the client knows of "
+            f"{lengths}, of which so many tokens are right: {right}; finished: "
+            f"{seen.finished is not None}",
+        )
+
+    def _judge_finished(self, ask: Ask, history: list[int], seen: Seen) -> None:
+        assert seen.finished is not None
+        usage = seen.finished.usage
+        kept = len(_kept(history, ask))
+        told = (usage.history_tokens, usage.increment_tokens, usage.output_tokens)
+        if told != (kept, len(ask.increment), len(seen.tokens)):
+            self._violate(ask, f"usage {told}, not {(kept, len(ask.increment), len(seen.tokens))}")
+        text = self._cluster.engines.text(seen.tokens)
+        if seen.text != text:
+            self._violate(ask, f"text {seen.text!r}, not {text!r}")
+
+    def _judge_error(self, ask: Ask, error: AmpdError) -> None:
+        reason = error.reason
+        if reason in RETRIABLE and self._allowed.faults:
+            return
+        if reason in FULL and self._allowed.full:
+            if error.retry_after_s is None:
+                self._violate(ask, f"{reason} without a hint when to try again")
+            return
+        if reason is ErrorReason.DEADLINE and ask.deadline_s is not None:
+            return
+        gone = reason is ErrorReason.SESSION_NOT_FOUND
+        if gone and (ask.own_close or self._store_lost(ask.session)):
+            return
+        if reason is ErrorReason.SESSION_CONFLICT and ask.own_close:
+            return
+        self._violate(ask, f"{reason}: {error.message}")
+
+    def _store_lost(self, session: str) -> bool:
+        """Whether a store restart may have lost the session: one that lost its last second."""
+        return bool(self._cluster.store.lost_s)
+
+    def _violate(self, ask: Ask, what: str) -> None:
+        self._cluster.violate(f"{ask.request_id} of {ask.session}: {what}")
+
+    @staticmethod
+    def _end(seen: Seen) -> str:
+        if seen.finished is not None:
+            return "finished"
+        return seen.error.reason.value if seen.error is not None else "dropped"
+
+
+class Books:
+    """The accounting of every live process, looked at all the time."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._passed: Counter[str] = Counter()
+        self._at_two_s: dict[str, float] = {}
+        cluster.on_take = self._taken
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def look(self) -> None:
+        """At this moment."""
+        for life in self._cluster.lives.values():
+            if life.alive:
+                self._balance(life)
+        self._homes()
+
+    def _balance(self, life: Life) -> None:
+        try:
+            if (home := life.parts.get("home")) is not None:
+                home._ledger.check()
+            if (engine := life.parts.get("engine")) is not None:
+                engine.check()
+        except AssertionError as error:
+            self._cluster.violate(f"the books of {life.name}: {error}")
+
+    def _homes(self) -> None:
+        """No session stays at two homes."""
+        now_s = self._cluster.loop.time()
+        at = Counter(
+            session
+            for life in self._cluster.alive(Role.DECODE)
+            if not life.process.frozen and (home := life.parts.get("home")) is not None
+            for session, resident in home._sessions.items()
+            if resident.round is not None
+        )
+        twice = {session for session, count in at.items() if count > 1}
+        self._at_two_s = {s: self._at_two_s.get(s, now_s) for s in sorted(twice)}
+        for session, since_s in self._at_two_s.items():
+            if now_s - since_s > TWO_HOMES_S:
+                self._cluster.violate(f"session {session} runs at two homes since {since_s:.3f} s")
+
+    def _taken(
+        self, queue: PrefillQueue, before: list[QueuedPrefill], taken: QueuedPrefill
+    ) -> None:
+        """No task is passed over more often than the policy's bound."""
+        for entry in before:
+            if entry is taken:
+                break
+            name = entry.task.task_id
+            self._passed[name] += 1
+            if self._passed[name] > queue.order.bound:
+                self._cluster.violate(f"task {name} was passed over {self._passed[name]} times")
+        self._passed.pop(taken.task.task_id, None)
+
+
+def left_overs(cluster: SimCluster) -> list[str]:
+    """What an idle cluster without sessions still holds: nothing, or words for it."""
+    found: list[str] = []
+    for life in cluster.lives.values():
+        if not life.alive:
+            found.append(f"{life.name} is not alive")
+            continue
+        for what, count in _holdings(life).items():
+            if count:
+                found.append(f"{life.name}: {what} = {count}")
+    calls = [f"{call.client}: {call.method}" for call in cluster.network.calls.values()]
+    found += [
+        f"a call of {what}"
+        for what in (*calls, *cluster.network.running_handlers())
+        if not what.endswith("/Watch")
+    ]
+    return found
+
+
+def _holdings(life: Life) -> dict[str, Any]:
+    parts, held = life.parts, {}
+    if (home := parts.get("home")) is not None:
+        ledger = home._ledger
+        held |= {
+            "sessions": len(home._sessions),
+            "running rounds": home.running_rounds,
+            "ledger sessions": ledger.sessions,
+            "ledger running tokens": ledger.running_tokens,
+            "ledger pinned tokens": ledger.pinned_tokens,
+            "pins to release": len(home._unpinned),
+        }
+    if (tasks := parts.get("tasks")) is not None:
+        held["offered tasks"] = len(tasks._offered)
+    if (worker := parts.get("worker")) is not None:
+        held |= {
+            "queued tasks": len(worker._queue),
+            "homes of queued tasks": len(worker._homes),
+            "taken tasks": len(worker._taken),
+        }
+    if (coordinator := parts.get("coordinator")) is not None:
+        held |= {"rounds": coordinator.running_rounds, "live attempts": len(coordinator._live)}
+    if (engine := parts.get("engine")) is not None:
+        stats = engine.stats()
+        held |= {
+            "pinned KV tokens": stats.kv_pinned_tokens,
+            "running requests": stats.running_requests,
+            "waiting requests": stats.waiting_requests,
+        }
+    return held
+
+
+def _kept(history: list[int], ask: Ask) -> list[int]:
+    return history if ask.keep is None else history[: ask.keep]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Length of the common beginning."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+    )

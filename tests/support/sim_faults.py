@@ -1,0 +1,189 @@
+"""The faults of a simulated cluster: a seeded stream of them, by profile.
+
+Nothing is scripted: which process, which moment, how long and what on top of it are drawn. All
+stops at the end of the faulty time: links heal, the paused go on, the dead are started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from cluster_sim import Life, SimCluster, SimShape
+from sim_store import StoreFaults
+from sim_workload import WorkShape
+from virtual_grpc import NetworkFaults
+
+from ampd.core.model import Role
+
+RESTART_WITHIN_S: Final = 6.0
+PAUSE_WITHIN_S: Final = 10.0
+CUT_WITHIN_S: Final = 12.0
+OUTAGE_WITHIN_S: Final = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A class of faults. `weights`: how often each action is drawn; `every_s`: mean time between
+    two of them, while the faulty time of `faulty_s` lasts."""
+
+    weights: dict[str, float] = field(default_factory=dict)
+    every_s: float = 1.5
+    faulty_s: float = 20.0
+    network: NetworkFaults = NetworkFaults()
+    store: StoreFaults = StoreFaults()
+    work: WorkShape = WorkShape()
+    shape: SimShape = SimShape()
+
+
+class Nemesis:
+    """Does the damage, and undoes it in the end."""
+
+    def __init__(self, cluster: SimCluster, seed: int, profile: Profile) -> None:
+        self._cluster = cluster
+        self._rng = random.Random(f"nemesis {seed}")
+        self._profile = profile
+        self._actions: dict[str, Callable[[], Awaitable[None]]] = {
+            "kill_decode": lambda: self._kill(Role.DECODE),
+            "kill_prefill": lambda: self._kill(Role.PREFILL),
+            "kill_coordinator": lambda: self._kill(Role.COORDINATOR),
+            "pause": self._pause,
+            "terminate": self._terminate,
+            "slow": self._slow,
+            "cut": self._cut,
+            "cut_store": self._cut_store,
+            "store_outage": self._store_outage,
+            "store_crash": self._store_crash,
+            "blackout": self._blackout,
+        }
+
+    async def run(self) -> None:
+        """The faulty time; what was begun in it is over when this returns."""
+        profile, rng = self._profile, self._rng
+        cluster = self._cluster
+        cluster.network.faults, cluster.store.faults = profile.network, profile.store
+        names = list(profile.weights)
+        async with asyncio.TaskGroup() as damage:
+            end_s = cluster.loop.time() + profile.faulty_s
+            while names:
+                await asyncio.sleep(rng.expovariate(1 / profile.every_s))
+                if cluster.loop.time() > end_s:
+                    break
+                (name,) = rng.choices(names, list(profile.weights.values()))
+                damage.create_task(self._actions[name]())
+            if not names:
+                await asyncio.sleep(profile.faulty_s)
+        self.stop()
+
+    def stop(self) -> None:
+        """All is well again."""
+        cluster = self._cluster
+        calm = Profile()
+        cluster.note("the faults stop")
+        cluster.network.faults, cluster.store.faults = calm.network, calm.store
+        cluster.network.heal_all()
+        cluster.store.cut_off.clear()
+        if not cluster.store.up:
+            cluster.store.restart(lose=False)
+        for life in list(cluster.lives.values()):
+            cluster.resume(life.name)
+            cluster.engines.slow(life.name, 1.0)
+            if not life.alive:
+                cluster.start(life.name, life.role)
+
+    # --- actions -------------------------------------------------------------------------------
+
+    async def _kill(self, role: Role) -> None:
+        living = self._cluster.alive(role)
+        if not living:
+            return
+        name = self._rng.choice(living).name
+        self._cluster.kill(name, silent=self._rng.random() < 0.3)
+        await self._restart(name, role)
+
+    async def _restart(self, name: str, role: Role) -> None:
+        # At once, as a supervisor does, or after some time.
+        if self._rng.random() < 0.7:
+            await asyncio.sleep(self._rng.random() * RESTART_WITHIN_S)
+        if not self._cluster.lives[name].alive:
+            self._cluster.start(name, role)
+
+    async def _terminate(self) -> None:
+        life = self._any()
+        if life is not None:
+            await self._cluster.terminate(life.name)
+            await self._restart(life.name, life.role)
+
+    async def _pause(self) -> None:
+        life = self._any()
+        if life is not None:
+            self._cluster.pause(life.name)
+            await asyncio.sleep(self._rng.random() ** 2 * PAUSE_WITHIN_S)
+            if self._cluster.lives[life.name] is life:
+                self._cluster.resume(life.name)
+
+    async def _slow(self) -> None:
+        life = self._any(Role.PREFILL, Role.DECODE)
+        if life is not None:
+            factor = self._rng.choice((3.0, 20.0, 200.0))
+            self._cluster.note("slow", life.name, factor)
+            self._cluster.engines.slow(life.name, factor)
+            await asyncio.sleep(self._rng.random() * PAUSE_WITHIN_S)
+            self._cluster.engines.slow(life.name, 1.0)
+
+    async def _cut(self) -> None:
+        lives = [life for role in Role for life in self._cluster.alive(role)]
+        if len(lives) < 2:
+            return
+        one, other = (life.process for life in self._rng.sample(lives, 2))
+        if self._rng.random() < 0.15:
+            other = self._cluster.clients
+        self._cluster.note("cut", one, other)
+        self._cluster.network.cut(one, other)
+        await asyncio.sleep(self._rng.random() * CUT_WITHIN_S)
+        self._cluster.note("heal", one, other)
+        self._cluster.network.heal(one, other)
+
+    async def _cut_store(self) -> None:
+        life = self._any(*Role)
+        if life is not None:
+            store, name = self._cluster.store, life.name
+            self._cluster.note("cut from the store", name)
+            store.cut_off.add(name)
+            await asyncio.sleep(self._rng.random() * CUT_WITHIN_S)
+            store.cut_off.discard(name)
+            self._cluster.note("back at the store", name)
+
+    async def _store_outage(self) -> None:
+        await self._store_down(lose=False)
+
+    async def _store_crash(self) -> None:
+        await self._store_down(lose=True)
+
+    async def _store_down(self, *, lose: bool) -> None:
+        store = self._cluster.store
+        if not store.up:
+            return
+        self._cluster.note("store down")
+        store.crash()
+        await asyncio.sleep(self._rng.random() ** 2 * OUTAGE_WITHIN_S)
+        if not store.up:
+            store.restart(lose=lose)
+            self._cluster.note("store up")
+
+    async def _blackout(self) -> None:
+        """Everything of one role at once."""
+        role = self._rng.choice(list(Role))
+        for life in self._cluster.alive(role):
+            self._cluster.kill(life.name)
+        await asyncio.sleep(self._rng.random() * RESTART_WITHIN_S)
+        for life in self._cluster.of(role):
+            if not life.alive:
+                self._cluster.start(life.name, role)
+
+    def _any(self, *roles: Role) -> Life | None:
+        living = [life for role in roles or tuple(Role) for life in self._cluster.alive(role)]
+        return self._rng.choice(living) if living else None
