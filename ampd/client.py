@@ -25,9 +25,13 @@ import grpc
 
 from ampd.core.errors import AmpdError
 from ampd.v1.admin_service_pb2 import (
+    DrainWorkerRequest,
+    DrainWorkerResponse,
     ExplainRoundRequest,
     GetPolicyRequest,
     ListWorkersRequest,
+    MoveSessionRequest,
+    MoveSessionResponse,
     SetPolicyRequest,
 )
 from ampd.v1.admin_service_pb2_grpc import AdminServiceStub
@@ -55,6 +59,8 @@ RoundEvent = RoundPlaced | TokenBatch | RoundFinished
 
 CALL_TIMEOUT_S: Final = 10.0
 ROUND_TIMEOUT_S: Final = 600.0
+MOVE_TIMEOUT_S: Final = 120.0
+"""Moving a session: KV of a whole history may have to be read."""
 MAX_ATTEMPTS: Final = 5
 _BACKOFF_FIRST_S: Final = 0.1
 _BACKOFF_MAX_S: Final = 2.0
@@ -226,10 +232,34 @@ class AmpdClient:
         request = ExplainRoundRequest(session_id=session_id, round_index=round_index)
         return list((await self._call(self._admin.ExplainRound, request)).rounds)
 
+    async def drain_worker(self, worker_id: str) -> DrainWorkerResponse:
+        """Let a worker finish what it has, hand its sessions over, and end; called again, how
+        far it is, and WORKER_NOT_FOUND when it has ended."""
+        request = DrainWorkerRequest(worker_id=worker_id, request_id=_new_request_id())
+        return await self._call(self._admin.DrainWorker, request)
+
+    async def move_session(
+        self, session_id: str, target_worker_id: str = ""
+    ) -> MoveSessionResponse:
+        """Hand an idle session over to another decode worker; by default to the one with the
+        most free KV."""
+        request = MoveSessionRequest(
+            session_id=session_id,
+            target_worker_id=target_worker_id,
+            request_id=_new_request_id(),
+        )
+        return await self._call(self._admin.MoveSession, request, timeout_s=MOVE_TIMEOUT_S)
+
     # --- calls ----------------------------------------------------------------------------
 
-    async def _call(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        retries = _Retries(self._max_attempts, self._call_timeout_s)
+    async def _call(
+        self,
+        method: Callable[..., Awaitable[T]],
+        request: object,
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        retries = _Retries(self._max_attempts, timeout_s or self._call_timeout_s)
         while True:
             try:
                 return await method(request, timeout=retries.remaining_s(), metadata=self._metadata)

@@ -16,6 +16,7 @@ from ampd.wire.errors import from_rpc_error
 from ampd.wire.worker_protocol import life_name
 from ampd.worker.v1.decode_service_pb2_grpc import DecodeServiceStub
 from ampd.worker.v1.prefill_service_pb2_grpc import PrefillServiceStub
+from ampd.worker.v1.worker_service_pb2_grpc import WorkerServiceStub
 
 MAX_CHANNELS: Final = 1024
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -51,6 +52,7 @@ class Connection:
         self.channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self.prefill = PrefillServiceStub(self.channel)
         self.decode = DecodeServiceStub(self.channel)
+        self.worker = WorkerServiceStub(self.channel)
         self._watch: grpc.aio.UnaryStreamMultiCallable[
             health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
         ] = self.channel.unary_stream(

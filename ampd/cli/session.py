@@ -9,7 +9,7 @@ import typer
 from ampd.cli.options import TENANT, Address, Output, Tenant, connect
 from ampd.cli.output import Column, Format, emit_list, emit_one, megabytes, plain, seconds
 from ampd.cli.runner import run_async
-from ampd.cli.views import View, round_view, session_view
+from ampd.cli.views import View, move_view, round_view, session_view
 
 app = typer.Typer(help="Sessions and how their rounds went.", no_args_is_help=True)
 
@@ -105,6 +105,30 @@ def close(
             return [session_view(await client.close_session(one)) for one in session_ids]
 
     emit_list(run_async(close_all()), _SESSION_COLUMNS, output)
+
+
+@app.command()
+def move(
+    session_id: SessionId,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="WORKER",
+            help="Its next home; without it the decode worker with the most free KV.",
+            show_default=False,
+        ),
+    ] = "",
+    address: Address = "",
+    tenant: Tenant = TENANT,
+    output: Output = Format.TABLE,
+) -> None:
+    """Hand an idle session over to another decode worker, its KV included where that pays."""
+
+    async def moved() -> View:
+        async with connect(address, tenant) as client:
+            return move_view(session_id, await client.move_session(session_id, to))
+
+    emit_one(run_async(moved()), output)
 
 
 def _summary(view: View) -> View:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 
+from ampd.v1.admin_service_pb2 import DrainWorkerResponse, MoveSessionResponse
 from ampd.v1.policy_pb2 import Policy
 from ampd.v1.round_pb2 import (
     FinishReason,
@@ -49,7 +50,29 @@ def worker_view(worker: Worker) -> View:
         "kv_pinned_tokens": load.kv_pinned_tokens,
         "kv_running_tokens": load.kv_running_tokens,
         "kv_reserved_tokens": load.kv_reserved_tokens,
+        "drain_estimate_s": _s(load.drain_estimate),
         "tools": list(load.tools),
+    }
+
+
+def drain_view(worker_id: str, response: DrainWorkerResponse) -> View:
+    """How far a draining worker is."""
+    return {
+        "worker_id": worker_id,
+        "running": response.running,
+        "sessions": response.sessions,
+        "estimated_s": _s(response.estimated),
+        "elapsed_s": _s(response.elapsed),
+    }
+
+
+def move_view(session_id: str, response: MoveSessionResponse) -> View:
+    """Where a session is now, and what was moved."""
+    return {
+        "session_id": session_id,
+        "home_worker": response.worker_id,
+        "moved_tokens": response.moved_tokens,
+        "moved_bytes": response.moved_bytes,
     }
 
 

@@ -10,8 +10,8 @@
     sys.exit(run(main, grace_s=30))
 
 The first SIGTERM or SIGINT sets `shutdown`; `main` has `grace_s` to return. The second one, or
-the end of the grace period, cancels it. A crash of `main` or of a background task ends the
-process with exit code 1 and a log line.
+the end of the grace period, cancels it. An operator's drain sets `shutdown` without a limit of
+time. A crash of `main` or of a background task ends the process with exit code 1 and a log line.
 """
 
 from __future__ import annotations
@@ -38,19 +38,29 @@ class Shutdown:
     """Whether the process has been asked to stop."""
 
     def __init__(self) -> None:
+        self._draining = asyncio.Event()
         self._asked = asyncio.Event()
 
     @property
     def asked(self) -> bool:
-        """Whether it has."""
+        """Whether a signal has."""
         return self._asked.is_set()
 
     def ask(self) -> None:
         """Ask it, as a signal does. Idempotent."""
+        self._draining.set()
         self._asked.set()
 
+    def drain(self) -> None:
+        """Ask it to finish what it has, however long that takes. Idempotent."""
+        self._draining.set()
+
     async def wait(self) -> None:
-        """Returns when it has been."""
+        """Returns when it has been asked, in either way."""
+        await self._draining.wait()
+
+    async def wait_asked(self) -> None:
+        """Returns when a signal has asked it."""
         await self._asked.wait()
 
 
@@ -97,7 +107,7 @@ async def _supervise(
 
 async def _grace(shutdown: Shutdown, at_once: asyncio.Event, grace_s: float) -> None:
     """Returns when `main` has had its time."""
-    await shutdown.wait()
+    await shutdown.wait_asked()
     try:
         async with asyncio.timeout(grace_s):
             await at_once.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -17,6 +18,7 @@ from ampd.core.errors import AmpdError
 from ampd.core.model import PolicySpec
 from ampd.ports import StateStore
 from ampd.runtime.heartbeat import INTERVAL_S, LEASE_S
+from ampd.runtime.lifecycle import Shutdown
 from ampd.runtime.settings import ServiceSettings
 
 log = structlog.get_logger(__name__)
@@ -80,10 +82,13 @@ async def until_idle(busy: Callable[[], bool]) -> None:
         await asyncio.sleep(DRAIN_POLL_S)
 
 
-async def first_policy(store: StateStore, default: PolicySpec) -> PolicySpec:
+async def first_policy(
+    store: StateStore, default: PolicySpec, shutdown: Shutdown
+) -> PolicySpec | None:
     """The policy in force when a process starts: the store's, which gets `default` if it has
-    none, so that coordinators and workers act by one. Waits for a store that is down."""
-    while True:
+    none, so that coordinators and workers act by one. Waits for a store that is down; None when
+    the process is to stop before it has one."""
+    while not shutdown.asked:
         try:
             policy = await store.get_policy()
             if policy is not None:
@@ -91,4 +96,7 @@ async def first_policy(store: StateStore, default: PolicySpec) -> PolicySpec:
             await store.set_policy(replace(default, version=1), 0)
         except AmpdError as error:
             log.warning("waiting_for_store", error=str(error))
-            await asyncio.sleep(STORE_RETRY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STORE_RETRY_S):
+                    await shutdown.wait()
+    return None

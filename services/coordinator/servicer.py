@@ -18,7 +18,7 @@ from ampd.v1 import (
     session_service_pb2,
     session_service_pb2_grpc,
 )
-from ampd.wire import enums, names
+from ampd.wire import enums, moving, names
 from ampd.wire.generate import (
     finished_response,
     placed_response,
@@ -30,6 +30,7 @@ from ampd.wire.round import record_to_proto
 from ampd.wire.session import new_session_from_proto, session_to_proto
 from ampd.wire.worker import worker_to_proto
 from services.coordinator.coordinator import Coordinator, RoundStreamEvent
+from services.coordinator.operations import Operations
 from services.coordinator.sessions import Admin, Sessions
 
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ class SessionServicer(session_service_pb2_grpc.SessionServiceServicer):
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     """ampd.v1.AdminService."""
 
-    def __init__(self, admin: Admin) -> None:
+    def __init__(self, admin: Admin, operations: Operations) -> None:
         self._admin = admin
+        self._operations = operations
 
     async def ListWorkers(  # noqa: N802
         self, request: admin_service_pb2.ListWorkersRequest, context: Context
@@ -154,6 +156,26 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         index = request.round_index if request.HasField("round_index") else None
         rounds = await self._admin.explain(tenant(context), session_id, index)
         return admin_service_pb2.ExplainRoundResponse(rounds=map(record_to_proto, rounds))
+
+    async def DrainWorker(  # noqa: N802
+        self, request: admin_service_pb2.DrainWorkerRequest, context: Context
+    ) -> admin_service_pb2.DrainWorkerResponse:
+        """See the proto."""
+        names.optional_id(request.request_id, "request_id")
+        worker_id = names.required_id(request.worker_id, "worker_id")
+        return moving.drain_worker_response(await self._operations.drain_worker(worker_id))
+
+    async def MoveSession(  # noqa: N802
+        self, request: admin_service_pb2.MoveSessionRequest, context: Context
+    ) -> admin_service_pb2.MoveSessionResponse:
+        """See the proto."""
+        names.optional_id(request.request_id, "request_id")
+        moved = await self._operations.move_session(
+            tenant(context),
+            names.required_id(request.session_id, "session_id"),
+            names.optional_id(request.target_worker_id, "target_worker_id"),
+        )
+        return moving.move_session_response(moved)
 
 
 def tenant(context: Context) -> str:

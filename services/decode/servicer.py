@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from ampd.core.errors import invalid_field
-from ampd.ports import Clock, DecodeHandler
-from ampd.wire import names, worker_protocol
+from ampd.ports import Clock, DecodeHandler, MoveHandler, ToolRunner
+from ampd.wire import moving, names, tools, worker_protocol
 from ampd.wire.order import event_to_proto, order_from_proto
 from ampd.worker.v1 import decode_service_pb2, decode_service_pb2_grpc
 
@@ -21,8 +21,18 @@ if TYPE_CHECKING:
 class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     """Checks requests and whom they are meant for; `clock` is the handler's."""
 
-    def __init__(self, handler: DecodeHandler, *, incarnation: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        handler: DecodeHandler,
+        mover: MoveHandler,
+        tools: ToolRunner,
+        *,
+        incarnation: int,
+        clock: Clock,
+    ) -> None:
         self._handler = handler
+        self._mover = mover
+        self._tools = tools
         self._incarnation = incarnation
         self._clock = clock
 
@@ -34,7 +44,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         order = order_from_proto(request, now_s=self._clock())
         async with aclosing(self._handler.run_round(order)) as events:
             async for event in events:
-                yield event_to_proto(event)
+                yield event_to_proto(event, now_s=self._clock())
 
     async def Claim(  # noqa: N802
         self, request: decode_service_pb2.ClaimRequest, context: Context
@@ -70,5 +80,35 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> decode_service_pb2.ReleaseResponse:
         """Free a session."""
         worker_protocol.require_incarnation(request.incarnation, self._incarnation)
-        await self._handler.release(names.required_id(request.session_id, "session_id"))
+        await self._handler.release(
+            names.required_id(request.session_id, "session_id"),
+            paused_after=request.paused_after if request.HasField("paused_after") else None,
+        )
         return decode_service_pb2.ReleaseResponse()
+
+    async def Move(  # noqa: N802
+        self, request: decode_service_pb2.MoveRequest, context: Context
+    ) -> decode_service_pb2.MoveResponse:
+        """Hand a session over to another home."""
+        worker_protocol.require_incarnation(request.incarnation, self._incarnation)
+        moved = await self._mover.move(
+            names.required_id(request.session_id, "session_id"),
+            names.optional_id(request.target_worker_id, "target_worker_id"),
+        )
+        return moving.moved_to_proto(moved)
+
+    async def Adopt(  # noqa: N802
+        self, request: decode_service_pb2.AdoptRequest, context: Context
+    ) -> decode_service_pb2.AdoptResponse:
+        """Take a session over from another home."""
+        worker_protocol.require_incarnation(request.incarnation, self._incarnation)
+        adopted = await self._mover.adopt(moving.adopt_from_proto(request))
+        return moving.adopted_to_proto(adopted)
+
+    async def RunTool(  # noqa: N802
+        self, request: decode_service_pb2.RunToolRequest, context: Context
+    ) -> decode_service_pb2.RunToolResponse:
+        """Run a server-side tool; a cancelled call ends it."""
+        worker_protocol.require_incarnation(request.incarnation, self._incarnation)
+        returned = await self._tools.run(tools.call_from_proto(request))
+        return tools.return_to_proto(returned)

@@ -16,7 +16,7 @@ import structlog
 
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.model import KvHandle, PolicySpec, PrefillTask, WorkerLoad
+from ampd.core.model import DrainStatus, KvHandle, PolicySpec, PrefillTask, WorkerLoad
 from ampd.core.policies import is_literal, number, queue_order
 from ampd.core.prefill_queue import PrefillQueue
 from ampd.core.window import MeanWindow
@@ -192,6 +192,17 @@ class PrefillWorker:
             name: result for name, result in self._delivered.items() if result.until_s > now_s
         }
         self._delivered[task_id] = DeliveredResult(kv, now_s + kv.lease_s)
+
+    # --- drain -------------------------------------------------------------------------------
+
+    def start_drain(self) -> None:
+        """Offers are refused from now on; what was accepted is finished."""
+        self.draining = True
+
+    def drain_status(self) -> DrainStatus:
+        """What is still to be done, and how long that may take; results are read at once."""
+        load = self.load()
+        return DrainStatus(load.queued_tasks, 0, load.queued_prefill_s, elapsed_s=0.0)
 
     @property
     def busy(self) -> bool:

@@ -17,9 +17,13 @@ from ampd.adapters.peers_loopback import LoopbackNetwork, LoopbackPeers
 from ampd.core.errors import AmpdError, ErrorReason, FieldViolation
 from ampd.core.model import (
     Accepted,
+    Adopted,
+    AdoptOrder,
+    DrainStatus,
     Finished,
     FinishReason,
     KvHandle,
+    Moved,
     PrefillStats,
     PrefillTarget,
     PrefillTask,
@@ -32,13 +36,19 @@ from ampd.core.model import (
     Route,
     RouteReason,
     SamplingParams,
+    SessionFacts,
     Slo,
     TokensOut,
     WorkerInfo,
 )
-from ampd.ports import ClaimedTask, HomePeer, Homes, Peers, PrefillReport
+from ampd.ports import ClaimedTask, HomePeer, Homes, Peers, PrefillReport, WorkerPeer
 from ampd.runtime.server import INTERNAL_LIMITS, GrpcServer
-from ampd.worker.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
+from ampd.runtime.worker_service import WorkerServicer
+from ampd.worker.v1 import (
+    decode_service_pb2_grpc,
+    prefill_service_pb2_grpc,
+    worker_service_pb2_grpc,
+)
 from services.decode.servicer import DecodeServicer
 from services.prefill.servicer import PrefillServicer
 
@@ -63,6 +73,14 @@ ORDER = RoundOrder(
     targets=(PrefillTarget("p0", LIFE, "h:1"),),
     reason=RouteReason.CHEAPEST_REMOTE,
     footprint_tokens=500,
+)
+ADOPT = AdoptOrder(
+    session_id="s1",
+    rounds=3,
+    tokens=array("I", [5, 0, 2**32 - 1]),
+    facts=SessionFacts("tenant", "m", 1_700_000_000.25, {"a": "b"}),
+    slo=Slo(3.0, 0.1),
+    history=KvHandle("d1", OTHER_LIFE, 2, 30.0, b"\x00there\xff"),
 )
 EVENTS: list[RoundEvent] = [
     Accepted(history_rebuilt=True),
@@ -125,8 +143,24 @@ class Decode:
     async def fail(self, task_id: str, worker_id: str, error_message: str) -> None:
         self.calls.append(("fail", task_id, worker_id, error_message))
 
-    async def release(self, session_id: str) -> None:
-        self.calls.append(("release", session_id))
+    async def release(self, session_id: str, *, paused_after: int | None = None) -> None:
+        self.calls.append(("release", session_id, paused_after))
+
+    async def move(self, session_id: str, target_worker_id: str) -> Moved:
+        self.calls.append(("move", session_id, target_worker_id))
+        if self.error is not None:
+            raise self.error
+        return Moved("d1", 2, 2048)
+
+    async def adopt(self, order: AdoptOrder) -> Adopted:
+        self.calls.append(("adopt", order))
+        if self.error is not None:
+            raise self.error
+        return Adopted(2, 2048)
+
+    async def drain(self) -> DrainStatus:
+        self.calls.append(("drain",))
+        return DrainStatus(2, 3, 1.5, 0.25)
 
     async def run_round(self, order: RoundOrder) -> AsyncGenerator[RoundEvent, None]:
         self.calls.append(("run_round", order))
@@ -157,6 +191,11 @@ class World:
 
     def home(self, incarnation: int = LIFE) -> HomePeer:
         return self.homes.home(
+            WorkerInfo("d0", Role.DECODE, incarnation, self.decode_address, host="h")
+        )
+
+    def worker(self, incarnation: int = LIFE) -> WorkerPeer:
+        return self.homes.worker(
             WorkerInfo("d0", Role.DECODE, incarnation, self.decode_address, host="h")
         )
 
@@ -221,7 +260,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     if request.param == "loopback":
         network = LoopbackNetwork()
         network.add("p", LIFE, prefill=prefill)
-        network.add("d", LIFE, decode=decode)
+        network.add("d", LIFE, decode=decode, mover=decode, worker=decode)
         loopback = LoopbackWorld(
             prefill,
             decode,
@@ -239,7 +278,11 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         prefill_side = await prefill_stack.enter_async_context(prefill_server(prefill))
         decode_side = GrpcServer(services=[], limits=INTERNAL_LIMITS, incarnation=LIFE)
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(
-            DecodeServicer(decode, incarnation=LIFE, clock=time.monotonic), decode_side.grpc
+            DecodeServicer(decode, decode, decode, incarnation=LIFE, clock=time.monotonic),
+            decode_side.grpc,
+        )
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(
+            WorkerServicer(decode, incarnation=LIFE), decode_side.grpc
         )
         await decode_stack.enter_async_context(decode_side)
         world = GrpcWorld(
@@ -321,6 +364,9 @@ async def test_another_life_is_stale_and_hears_nothing(world: World) -> None:
         decode.complete("t1", "p0", REPORT),
         decode.fail("t1", "p0", "x"),
         home.release("s1"),
+        home.move("s1", ""),
+        home.adopt(ADOPT),
+        world.worker(OTHER_LIFE).drain(),
         anext(home.run_round(ORDER, None)),
     ):
         with pytest.raises(AmpdError) as caught:
@@ -342,6 +388,9 @@ async def test_nobody_there(world: World) -> None:
             decode.claim("t1", "p0"),
             decode.complete("t1", "p0", REPORT),
             world.home().release("s1"),
+            world.home().move("s1", ""),
+            world.home().adopt(ADOPT),
+            world.worker().drain(),
             anext(world.home().run_round(ORDER, 5.0)),
         ):
             with pytest.raises(AmpdError) as caught:
@@ -504,9 +553,39 @@ async def test_a_round_without_an_end_is_a_defect(world: World) -> None:
     assert caught.value.reason is ErrorReason.INTERNAL
 
 
-async def test_a_release_arrives(world: World) -> None:
-    await world.home().release("s1")
-    assert world.decode.calls == [("release", "s1")]
+@pytest.mark.parametrize("paused_after", [None, 0, 3])
+async def test_a_release_arrives(world: World, paused_after: int | None) -> None:
+    await world.home().release("s1", paused_after=paused_after)
+    assert world.decode.calls == [("release", "s1", paused_after)]
+
+
+@pytest.mark.parametrize("target", ["", "d1"])
+async def test_a_move_arrives_and_tells(world: World, target: str) -> None:
+    assert await world.home().move("s1", target) == Moved("d1", 2, 2048)
+    assert world.decode.calls == [("move", "s1", target)]
+
+
+@pytest.mark.parametrize("history", [ADOPT.history, None])
+async def test_an_adoption_arrives_whole(world: World, history: KvHandle | None) -> None:
+    order = replace(ADOPT, history=history)
+    assert await world.home().adopt(order) == Adopted(2, 2048)
+    assert world.decode.calls == [("adopt", order)]
+
+
+async def test_a_move_or_an_adoption_may_be_refused(world: World) -> None:
+    world.decode.error = refusal(ErrorReason.KV_EXHAUSTED)
+    for call in (world.home().move("s1", ""), world.home().adopt(ADOPT)):
+        with pytest.raises(AmpdError) as caught:
+            await call
+        assert_is_refusal(caught.value, ErrorReason.KV_EXHAUSTED)
+
+
+# --- WorkerPeer ---------------------------------------------------------------------------
+
+
+async def test_a_drain_tells_how_far_it_is(world: World) -> None:
+    assert await world.worker().drain() == DrainStatus(2, 3, 1.5, 0.25)
+    assert world.decode.calls == [("drain",)]
 
 
 # --- gRPC alone ---------------------------------------------------------------------------
@@ -518,6 +597,21 @@ async def test_a_silent_worker_is_unavailable(world: World) -> None:
     with pytest.raises(AmpdError) as caught:
         await world.peers.prefill(world.target()).offer(TASK)
     assert caught.value.reason is ErrorReason.WORKER_UNAVAILABLE
+
+
+@pytest.mark.parametrize("world", ["grpc"], indirect=True)
+async def test_an_adoption_is_checked(world: World) -> None:
+    kv = KvHandle("d1", LIFE, 4, 30.0, b"")
+    wrong = {
+        "tokens": replace(ADOPT, tokens=array("I"), history=None),
+        "history.tokens": replace(ADOPT, history=kv),
+    }
+    for field_name, order in wrong.items():
+        with pytest.raises(AmpdError) as caught:
+            await world.home().adopt(order)
+        assert caught.value.reason is ErrorReason.INVALID_FIELD
+        assert [violation.field for violation in caught.value.violations] == [field_name]
+    assert world.decode.calls == []
 
 
 @pytest.mark.parametrize("world", ["grpc"], indirect=True)
