@@ -1,9 +1,9 @@
 """Memory-aware binding of a session's first round to its home (spec 2, step 1).
 
 Candidates are ordered by unreserved KV: capacity less the estimated footprint of every
-session bound there. The estimate is soft, only the order depends on it; what excludes a
-worker is that it could not admit the round now, running rounds being the only KV that cannot
-be evicted. The worker itself has the last word when it admits the round.
+session bound there. The estimate is soft, only the order depends on it. Workers that could not
+admit the round now come last, running rounds being the only KV that cannot be evicted: there
+the round would wait. The worker itself has the last word when it admits the round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import BindDecision, BindReason, Role, WorkerView
 
 RETRY_AFTER_S: Final = 1.0
-"""When no home can take the session now: a running round or a heartbeat is about that long."""
+"""When no home can take the session now: a worker that starts registers about that soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,8 @@ def bind(
     """The decode workers that can take a session whose first round has `prompt_tokens`
     (history to rebuild included) and `max_tokens`, best first; never empty.
 
-    Raises NO_DECODE_WORKER (none is live and not draining), KV_TOO_SMALL (no worker's whole
-    KV holds prompt + max_tokens), KV_EXHAUSTED (some could, none now), the first and the last
-    with a retry hint.
+    Raises NO_DECODE_WORKER (none is live and not draining; with a retry hint), KV_TOO_SMALL (no
+    worker's whole KV holds prompt + max_tokens).
     """
     live = [view for view in workers if view.info.role is Role.DECODE and not view.load.draining]
     if not live:
@@ -54,35 +53,24 @@ def bind(
         )
     round_tokens = prompt_tokens + max_tokens
     footprint_tokens = footprint.tokens(round_tokens)
-    decisions = []
-    largest = 0
+    candidates = []
     for view in live:
         info, load = view.info, view.load
         needed = blocks(round_tokens, info.kv_block_tokens)
-        largest = max(largest, info.kv_capacity_tokens)
-        if needed <= info.kv_capacity_tokens - load.kv_running_tokens:
+        if needed <= info.kv_capacity_tokens:
+            waits = needed > info.kv_capacity_tokens - load.kv_running_tokens
             free = info.kv_capacity_tokens - load.kv_reserved_tokens
-            decisions.append(
-                BindDecision(info.worker_id, BindReason.MOST_FREE_KV, free, footprint_tokens)
-            )
-    if decisions:
-        decisions.sort(key=lambda decision: (-decision.free_kv_tokens, decision.worker_id))
-        return decisions
-    if all(
-        blocks(round_tokens, view.info.kv_block_tokens) > view.info.kv_capacity_tokens
-        for view in live
-    ):
+            decision = BindDecision(info.worker_id, BindReason.MOST_FREE_KV, free, footprint_tokens)
+            candidates.append((waits, -free, info.worker_id, decision))
+    if not candidates:
+        largest = max(view.info.kv_capacity_tokens for view in live)
         raise AmpdError(
             ErrorReason.KV_TOO_SMALL,
             f"prompt {prompt_tokens} + max_tokens {max_tokens} exceed the largest KV memory "
             f"of {largest} tokens",
             metadata={"kv_capacity_tokens": str(largest)},
         )
-    raise AmpdError(
-        ErrorReason.KV_EXHAUSTED,
-        f"no decode worker has {round_tokens} tokens of KV that running rounds do not hold",
-        retry_after_s=RETRY_AFTER_S,
-    )
+    return [decision for *_, decision in sorted(candidates, key=lambda c: c[:3])]
 
 
 def resident_footprint(workers: Iterable[WorkerView]) -> FootprintEstimate:

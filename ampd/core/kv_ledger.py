@@ -118,7 +118,48 @@ class KvLedger:
             and session.lease_end_s <= now_s
         ]
 
+    def next_lease_end_s(self, now_s: float) -> float | None:
+        """When the next paused session becomes evictable; None: none will by waiting alone."""
+        ends_s = [
+            session.lease_end_s
+            for session in self._sessions.values()
+            if session.promised_tokens is None
+            and session.pinned_tokens
+            and session.lease_end_s > now_s
+        ]
+        return min(ends_s, default=None)
+
     # --- rounds ----------------------------------------------------------------------------
+
+    def require_fits(self, demand: RoundDemand) -> None:
+        """KV_TOO_SMALL for a round that would not fit if it were alone."""
+        needed = blocks(demand.total_tokens, self._block_tokens)
+        if needed > self._capacity_tokens:
+            raise AmpdError(
+                ErrorReason.KV_TOO_SMALL,
+                f"the round needs {needed} tokens of KV, the worker has {self._capacity_tokens}",
+                metadata={"kv_capacity_tokens": str(self._capacity_tokens)},
+            )
+
+    def require_free(self, demand: RoundDemand, now_s: float) -> None:
+        """KV_EXHAUSTED, or KV_TOO_SMALL, unless free KV and what the session holds itself are
+        enough for it: `admit` then evicts nobody else."""
+        self.require_fits(demand)
+        own_tokens = self.resident_tokens(demand.session_id)
+        if blocks(demand.total_tokens, self._block_tokens) > self.free_tokens + own_tokens:
+            raise self.exhausted(demand, now_s)
+
+    def exhausted(self, demand: RoundDemand, now_s: float) -> AmpdError:
+        """The refusal of a round that has no room now, with a retry hint."""
+        lease_end_s = self.next_lease_end_s(now_s)
+        hint_s = RETRY_AFTER_S if lease_end_s is None else lease_end_s - now_s
+        return AmpdError(
+            ErrorReason.KV_EXHAUSTED,
+            f"the round needs {blocks(demand.total_tokens, self._block_tokens)} tokens of KV; "
+            f"free {self.free_tokens}, running {self._running_tokens}, pinned "
+            f"{self._pinned_tokens}",
+            retry_after_s=min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, hint_s)),
+        )
 
     def can_admit(self, demand: RoundDemand, now_s: float) -> bool:
         """Whether `admit` would take the round now."""
@@ -216,13 +257,8 @@ class KvLedger:
 
     def _plan(self, demand: RoundDemand, now_s: float) -> tuple[str, ...]:
         """The evictions that make room for a round, or the refusal."""
+        self.require_fits(demand)
         needed = blocks(demand.total_tokens, self._block_tokens)
-        if needed > self._capacity_tokens:
-            raise AmpdError(
-                ErrorReason.KV_TOO_SMALL,
-                f"the round needs {needed} tokens of KV, the worker has {self._capacity_tokens}",
-                metadata={"kv_capacity_tokens": str(self._capacity_tokens)},
-            )
         session = self._sessions.get(demand.session_id) or _Session(0, 0)
         if session.promised_tokens is not None:
             raise AmpdError(
@@ -242,7 +278,7 @@ class KvLedger:
             missing -= self._promise(demand, session) - needed
             evictions.append(demand.session_id)
         if missing > 0:
-            raise self._exhausted(needed, now_s)
+            raise self.exhausted(demand, now_s)
         return tuple(evictions)
 
     def _promise(self, demand: RoundDemand, session: _Session) -> int:
@@ -252,20 +288,6 @@ class KvLedger:
         shared = demand.history_tokens // self._block_tokens * self._block_tokens
         rewound = blocks(demand.history_tokens, self._block_tokens) < session.pinned_tokens
         return needed + (session.pinned_tokens - shared if rewound else 0)
-
-    def _exhausted(self, needed_tokens: int, now_s: float) -> AmpdError:
-        leases = [
-            session.lease_end_s - now_s
-            for session in self._sessions.values()
-            if session.promised_tokens is None and session.lease_end_s > now_s
-        ]
-        hint_s = min(leases, default=RETRY_AFTER_S)
-        return AmpdError(
-            ErrorReason.KV_EXHAUSTED,
-            f"the round needs {needed_tokens} tokens of KV; free {self.free_tokens}, running "
-            f"{self._running_tokens}, pinned {self._pinned_tokens}",
-            retry_after_s=min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, hint_s)),
-        )
 
     def _require_running(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)

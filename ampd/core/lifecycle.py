@@ -64,6 +64,9 @@ class SessionRecord:
     prefix_holders: tuple[tuple[str, int], ...] = ()
     """(prefill worker, tokens of this session it computed last), newest first."""
     labels: dict[str, str] = field(default_factory=dict)
+    resumable: str = ""
+    """The request_id of a round that ended early with output: that request may go on with it,
+    as long as no other round has begun."""
     closed_by: str = ""
     """The request_id that closed it, if it had one: repeating that call gives the same answer."""
 
@@ -77,14 +80,15 @@ def begin(
     now_unix_s: float,
 ) -> SessionRecord:
     """Start a round. `coordinator_alive`: whether the coordinator of `record.running` lives;
-    the round of a dead one is void and discarded here.
+    the round of a dead one is void and discarded here. So is a running attempt at the same
+    request: a client repeats a request when it has lost the stream.
 
     Raises ROUND_RUNNING, SESSION_NOT_FOUND (closed), INVALID_FIELD (`keep_history_tokens`
     beyond the history, with its real length), CONTEXT_TOO_LONG.
     """
     require_open(record)
-    if record.state is SessionState.RUNNING:
-        if coordinator_alive:
+    if record.running is not None:
+        if coordinator_alive and record.running.request_id != running.request_id:
             raise AmpdError(
                 ErrorReason.ROUND_RUNNING,
                 f"round {record.rounds} of session {record.session_id} is still running",
@@ -123,6 +127,7 @@ def begin(
         version=record.version + 1,
         state=SessionState.RUNNING,
         running=running,
+        resumable="",
         last_used_unix_s=now_unix_s,
     )
 
@@ -164,16 +169,37 @@ def settle(
     )
 
 
-def discard(record: SessionRecord, *, now_unix_s: float) -> SessionRecord:
-    """The round failed or was cancelled: the history is what it was before."""
+def discard(record: SessionRecord, *, resumable: str = "", now_unix_s: float) -> SessionRecord:
+    """The round failed or was cancelled: the history is what it was before. `resumable`: the
+    request that may go on with the output so far, if that is kept."""
     require_running(record)
     return replace(
         record,
         version=record.version + 1,
         state=SessionState.IDLE,
         running=None,
+        resumable=resumable,
         last_used_unix_s=now_unix_s,
     )
+
+
+def rebind(record: SessionRecord, home: Binding, *, expected: Binding) -> SessionRecord:
+    """The idle session has moved from its home `expected` to `home`; that is no use of it.
+
+    Raises SESSION_NOT_FOUND (closed), ROUND_RUNNING, SESSION_CONFLICT (its home is another).
+    """
+    require_open(record)
+    if record.state is SessionState.RUNNING:
+        raise AmpdError(
+            ErrorReason.ROUND_RUNNING,
+            f"round {record.rounds} of session {record.session_id} is still running",
+        )
+    if record.home != expected:
+        raise AmpdError(
+            ErrorReason.SESSION_CONFLICT,
+            f"session {record.session_id} is not bound to {expected.worker_id}",
+        )
+    return replace(record, version=record.version + 1, home=home)
 
 
 def close(record: SessionRecord, *, request_id: str, now_unix_s: float) -> SessionRecord:
@@ -186,6 +212,51 @@ def close(record: SessionRecord, *, request_id: str, now_unix_s: float) -> Sessi
         running=None,
         closed_by=request_id,
         last_used_unix_s=now_unix_s,
+    )
+
+
+def write_back(
+    stored: SessionRecord,
+    settled: SessionRecord | None,
+    attempt_id: str,
+    *,
+    resumable: str = "",
+    answer_missing: bool = False,
+) -> SessionRecord | None:
+    """The end of a round that the shared store missed: the record to store in place of
+    `stored`; None: nothing is to be written any more.
+
+    `settled`: as the round left it; None: discarded, with `resumable` as in `discard`.
+    `answer_missing`: the store has no answer under the round's request_id. Another round that
+    has begun meanwhile wins; a mark of this very attempt ends here.
+    """
+    marked = stored.running is not None and stored.running.attempt_id == attempt_id
+    if stored.state is SessionState.CLOSED or (stored.running is not None and not marked):
+        return None
+    version = stored.version + 1
+    if settled is not None and stored.rounds < settled.rounds:
+        return replace(settled, version=version)
+    # Nothing to settle, or the home has published the round meanwhile.
+    published = settled is not None and stored.rounds == settled.rounds
+    if marked or (published and answer_missing):
+        return replace(
+            stored, version=version, state=SessionState.IDLE, running=None, resumable=resumable
+        )
+    return None
+
+
+def require_own(record: SessionRecord | None, tenant: str, session_id: str) -> SessionRecord:
+    """The tenant's open session, or SESSION_NOT_FOUND: the same for every other case."""
+    if record is None or record.tenant != tenant:
+        raise session_not_found(session_id)
+    require_open(record)
+    return record
+
+
+def conflict(session_id: str) -> AmpdError:
+    """Another writer was faster."""
+    return AmpdError(
+        ErrorReason.SESSION_CONFLICT, f"session {session_id} was changed by another call"
     )
 
 

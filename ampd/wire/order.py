@@ -10,8 +10,10 @@ from ampd.core.model import (
     Finished,
     PrefillTarget,
     Rerouted,
+    ResumedOutput,
     RoundEvent,
     RoundOrder,
+    SessionFacts,
     TokensOut,
 )
 from ampd.v1 import session_service_pb2
@@ -49,6 +51,14 @@ def order_to_proto(
         ],
         reason=enums.ROUTE_REASON.to_proto(order.reason),
         footprint_tokens=order.footprint_tokens,
+        resumed=None if order.resumed is None else _resumed_to_proto(order.resumed, now_s=now_s),
+        admission_wait=(
+            None
+            if order.admission_wait_s is None
+            else times.duration_to_proto(order.admission_wait_s)
+        ),
+        detached=order.detached,
+        facts=None if order.facts is None else facts_to_proto(order.facts),
     )
 
 
@@ -90,17 +100,78 @@ def order_from_proto(message: decode_service_pb2.RunRoundRequest, *, now_s: floa
         ),
         reason=enums.ROUTE_REASON.from_proto(message.reason, "reason"),
         footprint_tokens=message.footprint_tokens,
+        resumed=(
+            _resumed_from_proto(message.resumed, "resumed", now_s=now_s)
+            if message.HasField("resumed")
+            else None
+        ),
+        admission_wait_s=(
+            times.age_from_proto(message.admission_wait, "admission_wait")
+            if message.HasField("admission_wait")
+            else None
+        ),
+        detached=message.detached,
+        facts=facts_from_proto(message.facts) if message.HasField("facts") else None,
     )
 
 
-def event_to_proto(event: RoundEvent) -> decode_service_pb2.RunRoundResponse:
+def facts_to_proto(facts: SessionFacts) -> decode_service_pb2.SessionFacts:
+    """What a session is, whatever its rounds."""
+    return decode_service_pb2.SessionFacts(
+        tenant=facts.tenant,
+        model=facts.model,
+        create_time=times.timestamp_to_proto(facts.created_unix_s),
+        labels=facts.labels,
+    )
+
+
+def facts_from_proto(message: decode_service_pb2.SessionFacts) -> SessionFacts:
+    """What a session is, whatever its rounds."""
+    return SessionFacts(
+        tenant=message.tenant,
+        model=message.model,
+        created_unix_s=times.timestamp_from_proto(message.create_time),
+        labels=dict(message.labels),
+    )
+
+
+def _resumed_to_proto(output: ResumedOutput, *, now_s: float) -> decode_service_pb2.ResumedOutput:
+    return decode_service_pb2.ResumedOutput(
+        token_ids=tokens.tokens_to_bytes(output.token_ids),
+        text=output.text,
+        first_token_age=times.duration_to_proto(max(0.0, now_s - output.first_token_s)),
+        last_token_age=times.duration_to_proto(max(0.0, now_s - output.last_token_s)),
+        gaps_s=output.gaps_s,
+    )
+
+
+def _resumed_from_proto(
+    message: decode_service_pb2.ResumedOutput, path: str, *, now_s: float
+) -> ResumedOutput:
+    token_ids = tokens.tokens_from_bytes(message.token_ids, f"{path}.token_ids")
+    if not token_ids:
+        raise invalid_field(f"{path}.token_ids", "at least one token")
+    return ResumedOutput(
+        token_ids=token_ids,
+        text=message.text,
+        first_token_s=now_s - times.age_from_proto(message.first_token_age, path),
+        last_token_s=now_s - times.age_from_proto(message.last_token_age, path),
+        gaps_s=tuple(message.gaps_s),
+    )
+
+
+def event_to_proto(event: RoundEvent, *, now_s: float) -> decode_service_pb2.RunRoundResponse:
     """One event of a round. Tokens first: they are nearly all of them."""
     match event:
         case TokensOut():
             return decode_service_pb2.RunRoundResponse(tokens=batch_to_proto(event))
         case Accepted():
+            resumed = event.resumed
             return decode_service_pb2.RunRoundResponse(
-                accepted=decode_service_pb2.RoundAccepted(history_rebuilt=event.history_rebuilt)
+                accepted=decode_service_pb2.RoundAccepted(
+                    history_rebuilt=event.history_rebuilt,
+                    resumed=None if resumed is None else _resumed_to_proto(resumed, now_s=now_s),
+                )
             )
         case Rerouted():
             return decode_service_pb2.RunRoundResponse(
@@ -114,13 +185,17 @@ def event_to_proto(event: RoundEvent) -> decode_service_pb2.RunRoundResponse:
             return decode_service_pb2.RunRoundResponse(finished=round.finished_to_proto(event))
 
 
-def event_from_proto(message: decode_service_pb2.RunRoundResponse) -> RoundEvent:
+def event_from_proto(message: decode_service_pb2.RunRoundResponse, *, now_s: float) -> RoundEvent:
     """One event of a round; AmpdError INVALID_FIELD `event` for one that is not known."""
     match message.WhichOneof("event"):
         case "tokens":
             return batch_from_proto(message.tokens)
         case "accepted":
-            return Accepted(history_rebuilt=message.accepted.history_rebuilt)
+            accepted = message.accepted
+            resumed = None
+            if accepted.HasField("resumed"):
+                resumed = _resumed_from_proto(accepted.resumed, "accepted.resumed", now_s=now_s)
+            return Accepted(history_rebuilt=accepted.history_rebuilt, resumed=resumed)
         case "rerouted":
             moved = message.rerouted
             return Rerouted(

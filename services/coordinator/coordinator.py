@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -18,20 +19,20 @@ import structlog
 
 from ampd.core import lifecycle
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.lifecycle import RunningRound, SessionRecord, SessionState
+from ampd.core.lifecycle import RunningRound, SessionRecord
 from ampd.core.model import (
     Accepted,
-    BindDecision,
-    Binding,
     Finished,
     PolicySpec,
     Rerouted,
     Role,
+    RoundEvent,
     RoundOrder,
     RoundRecord,
-    WorkerInfo,
+    SamplingParams,
     WorkerView,
 )
+from ampd.core.output import RoundOutput
 from ampd.ports import (
     Clock,
     Homes,
@@ -39,22 +40,36 @@ from ampd.ports import (
     SessionWrites,
     StateStore,
     Tokenizer,
+    Tokens,
     TokensOut,
 )
 from ampd.wire.generate import RoundRequest
 from services.coordinator.increment import Increments
 from services.coordinator.placing import Placer
-from services.coordinator.replay import RoundOutcome, RoundPlaced, decode_outcome, encode_outcome
-from services.coordinator.round import Round, placed
+from services.coordinator.replay import (
+    RoundOutcome,
+    RoundPartial,
+    RoundPlaced,
+    decode_outcome,
+    encode_outcome,
+)
+from services.coordinator.round import Candidate, Round, binding_of, placed
 from services.coordinator.settings import RoundLimits
+from services.coordinator.shared_state import SharedState
 
 log = structlog.get_logger(__name__)
 
 MAX_BEGIN_ATTEMPTS: Final = 3
-DISCARD_TIMEOUT_S: Final = 10.0
-DISCARD_RETRY_S: Final = 0.5
+BEGIN_RETRY_S: Final = 0.05
+MAX_LOST_HOMES: Final = 8
+"""Homes that one round may lose before it is given up."""
 
 RoundStreamEvent = RoundPlaced | TokensOut | Finished
+
+_LOST_HOME: Final = frozenset(
+    {ErrorReason.WORKER_UNAVAILABLE, ErrorReason.STALE_INCARNATION, ErrorReason.DRAINING}
+)
+_NO_ROOM: Final = frozenset({ErrorReason.KV_EXHAUSTED, ErrorReason.QUEUE_FULL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,19 @@ class Identity:
     incarnation: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a request asks for, in tokens: from the request, or from its earlier attempt."""
+
+    keep_history_tokens: int
+    increment: Tokens
+    sampling: SamplingParams
+    created_s: float
+    created_unix_s: float
+    preface: bytes
+    output: RoundOutput
+
+
 class Coordinator:
     """Runs rounds over shared state alone: any replica can run any session's next round."""
 
@@ -73,6 +101,7 @@ class Coordinator:
         *,
         identity: Identity,
         store: StateStore,
+        state: SharedState,
         homes: Homes,
         tokenizer: Tokenizer,
         limits: RoundLimits,
@@ -83,6 +112,7 @@ class Coordinator:
     ) -> None:
         self._identity = identity
         self._store = store
+        self._state = state
         self._homes = homes
         self._limits = limits
         self._increments = Increments(tokenizer, store, inline_chars=limits.tokenise_inline_chars)
@@ -100,12 +130,13 @@ class Coordinator:
     async def run_round(
         self, tenant: str, request: RoundRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[RoundStreamEvent, None]:
-        """RoundPlaced (again when the prefill moves), TokensOut ..., Finished.
+        """RoundPlaced (again when the prefill or the home moves), TokensOut ..., Finished.
 
         `timeout_s`: what is left of the caller's deadline; it reaches the engine.
 
         Errors are `AmpdError` as spec 7 and 8 say. Closing the generator early, or an error,
-        discards the round: the history stays as it was.
+        ends the round: the history stays as it was, and the same request_id goes on with what
+        the round has said, until another round of the session begins.
         """
         if self.draining:
             raise AmpdError(ErrorReason.DRAINING, "this coordinator is shutting down")
@@ -115,10 +146,10 @@ class Coordinator:
                 f"this coordinator runs {self.running_rounds} rounds already",
                 retry_after_s=1.0,
             )
-        created_s = self._clock()
+        arrived_s = self._clock()
         self.running_rounds += 1
         try:
-            begun = await self._begin(tenant, request, created_s, timeout_s)
+            begun = await self._begin(tenant, request, arrived_s, timeout_s)
             if isinstance(begun, RoundOutcome):
                 for event in begun.events():
                     yield event
@@ -142,23 +173,30 @@ class Coordinator:
     # --- load and advance: from idle to running, by compare-and-set ------------------------
 
     async def _begin(
-        self, tenant: str, request: RoundRequest, created_s: float, timeout_s: float | None
+        self, tenant: str, request: RoundRequest, arrived_s: float, timeout_s: float | None
     ) -> Round | RoundOutcome:
         """Load and advance: the round begun, or the answer that this request_id has got already.
 
         A lost race is looked at again: most often it was the end of a round just cancelled.
         """
         for attempt in range(1, MAX_BEGIN_ATTEMPTS + 1):
-            context = await self._store.load_round(request.session_id, request.request_id)
-            session = own_session(context.session, tenant, request.session_id)
-            if context.replay is not None:
-                return decode_outcome(context.replay)
+            context, detached = await self._state.load(request.session_id, request.request_id)
+            session = lifecycle.require_own(context.session, tenant, request.session_id)
+            stored = None if context.replay is None else decode_outcome(context.replay)
+            if isinstance(stored, RoundOutcome):
+                return stored
             try:
-                return await self._advance(session, context, request, created_s, timeout_s)
+                round_ = await self._advance(session, context, request, stored, arrived_s)
+                round_.detached = detached
+                round_.deadline_s = None if timeout_s is None else arrived_s + timeout_s
+                await self._mark(round_)
             except AmpdError as error:
                 lost = error.reason is ErrorReason.SESSION_CONFLICT
                 if not lost or attempt == MAX_BEGIN_ATTEMPTS:
                     raise
+                await asyncio.sleep(BEGIN_RETRY_S)
+            else:
+                return round_
         raise AssertionError("the last attempt returns or raises")
 
     async def _advance(
@@ -166,26 +204,27 @@ class Coordinator:
         session: SessionRecord,
         context: RoundContext,
         request: RoundRequest,
-        created_s: float,
-        timeout_s: float | None,
+        partial: RoundPartial | None,
+        arrived_s: float,
     ) -> Round:
-        now_unix_s = self._wall_clock()
-        policy = context.policy or self._default_policy
-        keep = request.keep_history_tokens
-        keep = session.history_tokens if keep is None else keep
-        increment = await self._increments.tokens(session, request, keep)
+        """The round as it would begin; nothing is written. `partial`: how far an earlier attempt
+        at this request came."""
+        wanted = await self._wanted(session, request, partial, arrived_s)
         decode = tuple(view for view in context.workers if view.info.role is Role.DECODE)
-        max_model_tokens = max((view.info.max_model_tokens for view in decode), default=0)
         if not decode:
             raise AmpdError(ErrorReason.NO_DECODE_WORKER, "no live decode worker")
-        sampling = request.sampling.resolve(max_model_tokens - keep - len(increment))
+        max_model_tokens = max(view.info.max_model_tokens for view in decode)
+        sampling = wanted.sampling
+        if partial is None:
+            room = max_model_tokens - wanted.keep_history_tokens - len(wanted.increment)
+            sampling = request.sampling.resolve(room)
         running = RunningRound(
             request_id=request.request_id or f"ampd-{uuid.uuid4().hex}",
             attempt_id=uuid.uuid4().hex,
             coordinator_id=self._identity.worker_id,
             coordinator_incarnation=self._identity.incarnation,
-            keep_history_tokens=keep,
-            increment_tokens=len(increment),
+            keep_history_tokens=wanted.keep_history_tokens,
+            increment_tokens=len(wanted.increment),
             max_tokens=sampling.max_tokens,
         )
         begun = lifecycle.begin(
@@ -193,32 +232,86 @@ class Coordinator:
             running,
             coordinator_alive=self._is_running(session, context.workers),
             max_model_tokens=max_model_tokens,
-            now_unix_s=now_unix_s,
+            now_unix_s=self._wall_clock(),
         )
-        round_ = Round(
+        return Round(
             request_id=running.request_id,
             attempt_id=running.attempt_id,
             replayable=bool(request.request_id),
-            created_s=created_s,
-            created_unix_s=now_unix_s,
-            deadline_s=None if timeout_s is None else created_s + timeout_s,
+            created_s=wanted.created_s,
+            created_unix_s=wanted.created_unix_s,
+            deadline_s=None,
             session=begun,
-            increment=increment,
+            read_version=session.version,
+            increment=wanted.increment,
             sampling=sampling,
             homes=self._placer.homes(begun, running, decode),
+            decode=decode,
             prefill=tuple(view for view in context.workers if view.info.role is Role.PREFILL),
-            policy=policy,
+            policy=context.policy or self._default_policy,
             round_index=begun.rounds,
+            output=wanted.output,
+            unseen=bool(wanted.output.token_ids),
+            preface=wanted.preface,
         )
+
+    async def _wanted(
+        self,
+        session: SessionRecord,
+        request: RoundRequest,
+        partial: RoundPartial | None,
+        arrived_s: float,
+    ) -> _Wanted:
+        """What is asked for. An earlier attempt says it all: the round goes on, it is not a new
+        one. Raises SESSION_CONFLICT when another round has begun since."""
+        now_unix_s = self._wall_clock()
+        if partial is None:
+            keep = request.keep_history_tokens
+            keep = session.history_tokens if keep is None else keep
+            increment = await self._increments.tokens(session, request, keep)
+            sampling = request.sampling.params
+            preface = request.preface
+            return _Wanted(keep, increment, sampling, arrived_s, now_unix_s, preface, RoundOutput())
+        running_id = session.running.request_id if session.running is not None else ""
+        if request.request_id not in {session.resumable, running_id}:
+            raise AmpdError(
+                ErrorReason.SESSION_CONFLICT,
+                f"the round of request {request.request_id!r} ended early, and another round of "
+                f"session {session.session_id} has begun since",
+            )
+        created_s = arrived_s - max(0.0, now_unix_s - partial.created_unix_s)
+        return _Wanted(
+            partial.keep_history_tokens,
+            array("I", partial.increment),
+            partial.sampling,
+            created_s,
+            partial.created_unix_s,
+            partial.preface,
+            RoundOutput.of(partial.output(created_s=created_s)),
+        )
+
+    async def _mark(self, round_: Round) -> None:
+        """Write the running mark, unless the store cannot be asked: then the session's home is
+        the arbiter, and nothing can be bound."""
         # Live before the mark is written: whoever reads the mark finds it valid.
-        self._live.add(running.attempt_id)
+        self._live.add(round_.attempt_id)
         try:
-            await self._swap(round_, begun, session.version)
+            await self._write_mark(round_)
         except BaseException:
-            self._live.discard(running.attempt_id)
+            self._live.discard(round_.attempt_id)
             await asyncio.shield(self._discard(round_))
             raise
-        return round_
+
+    async def _write_mark(self, round_: Round) -> None:
+        if not round_.detached:
+            try:
+                await self._state.swap(round_, round_.session, round_.read_version)
+                return
+            except AmpdError as error:
+                bound = round_.homes[0].bind is None
+                if error.reason is not ErrorReason.STORE_UNAVAILABLE or not bound:
+                    raise
+        self._state.detach(round_, round_.session)
 
     def _is_running(self, session: SessionRecord, workers: Sequence[WorkerView]) -> bool:
         """Whether somebody still carries out the session's running round."""
@@ -228,95 +321,85 @@ class Coordinator:
         owner = Identity(running.coordinator_id, running.coordinator_incarnation)
         if owner == self._identity:
             return running.attempt_id in self._live
-        return any(Identity(v.info.worker_id, v.info.incarnation) == owner for v in workers)
+        alive = any(Identity(v.info.worker_id, v.info.incarnation) == owner for v in workers)
+        # Leases have run out during an outage of the store: who lives is not known at once.
+        return alive or self._state.is_recovering()
 
     # --- place and execute -----------------------------------------------------------------
 
     async def _execute(self, round_: Round) -> AsyncGenerator[RoundStreamEvent, None]:
-        """Try the homes in order until one accepts the round; stream what it does."""
-        for attempt, (home, bind) in enumerate(round_.homes):
-            last = attempt + 1 == len(round_.homes)
+        """Have a home carry out the round. One that is lost, before or in the middle, is
+        replaced by another, which goes on where the round stands."""
+        while True:
+            home = round_.homes[0]
+            accepted = False
             try:
-                async with aclosing(self._run_at(round_, home, bind)) as events:
+                async with aclosing(self._run_at(round_, home)) as events:
                     async for event in events:
+                        accepted = True
                         yield event
                 return
             except AmpdError as error:
-                # Only a home that has not accepted may be passed over: nothing was bound, and
-                # nothing of the round was seen by the client.
-                refused = error.reason in {
-                    ErrorReason.WORKER_UNAVAILABLE,
-                    ErrorReason.STALE_INCARNATION,
-                    ErrorReason.DRAINING,
-                    ErrorReason.KV_EXHAUSTED,
-                    ErrorReason.QUEUE_FULL,
-                }
-                if last or not refused or round_.session.home == _binding(home.info):
-                    raise
-                log.warning("home_refused", home=home.info.worker_id, reason=error.reason)
+                log.warning(
+                    "home_failed",
+                    session=round_.session.session_id,
+                    round=round_.round_index,
+                    home=home.view.info.worker_id,
+                    accepted=accepted,
+                    reason=error.reason,
+                    error=error.message,
+                )
+                await self._next_home(round_, error, accepted=accepted)
+
+    async def _next_home(self, round_: Round, error: AmpdError, *, accepted: bool) -> None:
+        """Make another home the next to try, or raise `error`."""
+        refused = round_.homes.popleft()
+        if error.reason in _LOST_HOME and len(round_.lost) < MAX_LOST_HOMES:
+            round_.lost.add(refused.binding)
+            if refused.bind is None or accepted:
+                # It was the session's home: look for a new one among those that live now.
+                round_.decode = await self._state.decode_workers(round_.decode)
+                running = lifecycle.require_running(round_.session)
+                try:
+                    round_.homes = self._placer.homes(
+                        round_.session, running, round_.decode, round_.lost
+                    )
+                except AmpdError as none:
+                    # The loss says more than that there is no other.
+                    if error.reason is ErrorReason.STALE_INCARNATION:
+                        raise
+                    raise error from none
+            else:
+                for candidate in [c for c in round_.homes if c.binding == refused.binding]:
+                    round_.homes.remove(candidate)
+        elif accepted or refused.bind is None or error.reason not in _NO_ROOM:
+            raise error
+        if not round_.homes:
+            raise error
 
     async def _run_at(
-        self, round_: Round, home: WorkerView, bind: BindDecision | None
+        self, round_: Round, home: Candidate
     ) -> AsyncGenerator[RoundStreamEvent, None]:
-        decision = self._placer.route(round_, home, rebuilt=bind is not None)
-        round_.record = RoundRecord(
-            round_index=round_.round_index,
-            request_id=round_.request_id,
-            history_tokens=round_.keep_history_tokens,
-            increment_tokens=len(round_.increment),
-            history_rebuilt=False,
-            decode_worker=home.info.worker_id,
-            prefill_worker=decision.prefill_worker,
-            reason=decision.reason,
-            decision=decision,
-            bind=bind,
-            created_unix_s=round_.created_unix_s,
-        )
-        log.info(
-            "placed",
-            session=round_.session.session_id,
-            round=round_.round_index,
-            home=home.info.worker_id,
-            route=decision.route,
-            prefill_worker=decision.prefill_worker,
-            reason=decision.reason,
-            policy=decision.policy,
-            predicted_ttft_s=round(decision.predicted_ttft_s, 6),
-        )
-        footprint_tokens = bind.footprint_tokens if bind is not None else 0
-        order = self._placer.order(round_, decision, footprint_tokens)
-        if bind is not None and order.keep_history_tokens:
-            order = await self._with_history(order)
+        """The round at one home: route, order, bind, stream."""
+        if round_.detached and home.bind is not None:
+            raise AmpdError(
+                ErrorReason.STORE_UNAVAILABLE, "the shared store is down: nothing can be bound"
+            )
+        order = await self._order(round_, home)
         accepted = False
         while True:
             timeout_s = round_.time_left_s(self._clock())
             try:
                 async with aclosing(
-                    self._homes.home(home.info).run_round(order, timeout_s)
+                    self._homes.home(home.view.info).run_round(order, timeout_s)
                 ) as events:
                     async for event in events:
-                        match event:
-                            case Accepted():
-                                accepted = True
-                                if bind is not None:
-                                    await self._bind(round_, home.info)
-                                round_.record = replace(
-                                    round_.record, history_rebuilt=event.history_rebuilt
-                                )
-                                yield placed(round_.record)
-                            case Rerouted():
-                                round_.record = replace(
-                                    round_.record,
-                                    reason=event.reason,
-                                    prefill_worker=event.prefill_worker,
-                                )
-                                yield placed(round_.record)
-                            case TokensOut():
-                                round_.output.extend(event.token_ids)
-                                round_.text.append(event.text)
-                                yield event
-                            case Finished():
-                                yield event
+                        if isinstance(event, Accepted):
+                            accepted = True
+                            if home.bind is not None:
+                                await self._bind(round_, home)
+                        for told in self._follow(round_, event):
+                            yield told
                 return
             except AmpdError as error:
                 if (
@@ -329,44 +412,89 @@ class Coordinator:
                 # history from the store and rebuilds the KV.
                 order = await self._with_history(order)
 
+    async def _order(self, round_: Round, home: Candidate) -> RoundOrder:
+        """Route the prefill, and say what the home has to do."""
+        info = home.view.info
+        decision = self._placer.route(round_, home.view, rebuilt=home.bind is not None)
+        round_.record = RoundRecord(
+            round_index=round_.round_index,
+            request_id=round_.request_id,
+            history_tokens=round_.keep_history_tokens,
+            increment_tokens=len(round_.increment),
+            history_rebuilt=False,
+            decode_worker=info.worker_id,
+            prefill_worker=decision.prefill_worker,
+            reason=decision.reason,
+            decision=decision,
+            bind=home.bind,
+            created_unix_s=round_.created_unix_s,
+        )
+        log.info(
+            "placed",
+            session=round_.session.session_id,
+            round=round_.round_index,
+            home=info.worker_id,
+            route=decision.route,
+            prefill_worker=decision.prefill_worker,
+            reason=decision.reason,
+            policy=decision.policy,
+            predicted_ttft_s=round(decision.predicted_ttft_s, 6),
+            said_tokens=len(round_.output.token_ids),
+        )
+        order = self._placer.order(round_, decision, home)
+        if home.bind is not None and order.keep_history_tokens:
+            order = await self._with_history(order)
+        return order
+
+    def _follow(self, round_: Round, event: RoundEvent) -> Sequence[RoundStreamEvent]:
+        """Note what the home tells, and what the client is told of it."""
+        assert round_.record is not None  # noqa: S101 - set with the order
+        match event:
+            case Accepted():
+                round_.record = replace(round_.record, history_rebuilt=event.history_rebuilt)
+                if event.resumed is not None:
+                    # The home has more of an earlier attempt than this coordinator.
+                    round_.output, round_.unseen = RoundOutput.of(event.resumed), True
+                if round_.unseen:
+                    round_.unseen = False
+                    said = TokensOut(tuple(round_.output.token_ids), round_.output.text)
+                    return (placed(round_.record), said)
+                return (placed(round_.record),)
+            case Rerouted():
+                round_.record = replace(
+                    round_.record, reason=event.reason, prefill_worker=event.prefill_worker
+                )
+                return (placed(round_.record),)
+            case TokensOut():
+                round_.output.add(event.token_ids, event.text, self._clock())
+                return (event,)
+            case Finished():
+                return (event,)
+
     async def _with_history(self, order: RoundOrder) -> RoundOrder:
         history = await self._store.read_history(order.session_id, 0, order.keep_history_tokens)
         return replace(order, history=history)
 
-    async def _bind(self, round_: Round, home: WorkerInfo) -> None:
-        """The home has accepted: write the binding, unless another writer was faster."""
-        bound = lifecycle.bind(round_.session, _binding(home))
-        await self._swap(round_, bound, round_.session.version)
-
-    async def _swap(
-        self,
-        round_: Round,
-        record: SessionRecord,
-        expected_version: int,
-        writes: SessionWrites | None = None,
-    ) -> None:
-        """Write the session's next record, unless another writer was faster. A cancellation
-        waits for the answer: nothing may be written behind a discard's back."""
-
-        async def swap() -> None:
-            if not await self._store.compare_and_set(record, expected_version, writes):
-                raise conflict(record.session_id)
-            round_.session = record
-
-        swapping = asyncio.create_task(swap())
+    async def _bind(self, round_: Round, home: Candidate) -> None:
+        """The home has accepted: write the binding, unless another writer was faster. A store
+        that is down gets it with the settled round."""
+        bound = lifecycle.bind(round_.session, binding_of(home.view.info))
         try:
-            await asyncio.shield(swapping)
-        except asyncio.CancelledError:
-            await asyncio.wait({swapping})
-            raise
+            await self._state.swap(round_, bound, round_.session.version)
+        except AmpdError as error:
+            if error.reason is not ErrorReason.STORE_UNAVAILABLE:
+                raise
+            self._state.detach(round_, bound)
 
     # --- settle or discard -----------------------------------------------------------------
 
     async def _settle(self, round_: Round, finished: Finished) -> None:
         """Make increment and kept output the session's history, with the round's record and
-        the answer that a repeated request_id gets, all or nothing."""
+        the answer that a repeated request_id gets, all or nothing. A store that is down gets it
+        later: the round has ended all the same."""
         assert round_.record is not None  # noqa: S101 - set before the first event
-        kept = round_.output[: finished.usage.kept_output_tokens]
+        output = round_.output
+        kept = output.token_ids[: finished.usage.kept_output_tokens]
         tokens = round_.increment + kept
         record = replace(
             round_.record,
@@ -382,7 +510,9 @@ class Coordinator:
             prefilled_by=record.prefill_worker,
             now_unix_s=self._wall_clock(),
         )
-        outcome = RoundOutcome(placed(record), list(round_.output), "".join(round_.text), finished)
+        outcome = RoundOutcome(
+            placed(record), output.token_ids.tolist(), output.text, finished, round_.preface
+        )
         writes = SessionWrites(
             tokens_offset=round_.keep_history_tokens,
             tokens=tokens,
@@ -390,68 +520,39 @@ class Coordinator:
             replay_request_id=round_.request_id if round_.replayable else "",
             replay=encode_outcome(outcome) if round_.replayable else None,
         )
-        await self._swap(round_, settled, round_.session.version, writes)
+        await self._state.settle(round_, settled, writes)
 
     async def _discard(self, round_: Round) -> None:
-        """The round did not end well: the session is idle again, its history as before.
-
-        A store that is down is tried for a while; then the mark stays, and is void for this
-        coordinator at once, for others when this one's lease is gone.
-        """
-        session_id = round_.session.session_id
+        """The round did not end well: the session is idle again, its history as before. What
+        it has said is kept for the same request."""
+        said = round_.output.resumed() if round_.replayable else None
         writes = SessionWrites(round=round_.record)
-        give_up_s = self._clock() + DISCARD_TIMEOUT_S
-        while True:
-            try:
-                # Read, not remembered: of a write that failed nobody knows whether it was made.
-                stored = await self._store.get_session(session_id)
-                if stored is None or stored.state is SessionState.CLOSED:
-                    await self._release(round_)
-                    return
-                if not _is_at(stored, round_.attempt_id):
-                    return
-                idle = lifecycle.discard(stored, now_unix_s=self._wall_clock())
-                if await self._store.compare_and_set(idle, stored.version, writes):
-                    return
-            except AmpdError as error:
-                if self._clock() > give_up_s:
-                    log.warning("discard_failed", session=session_id, reason=error.reason)
-                    return
-            await asyncio.sleep(DISCARD_RETRY_S)
+        if said is not None:
+            partial = RoundPartial.of(
+                said,
+                increment=round_.increment,
+                keep_history_tokens=round_.keep_history_tokens,
+                sampling=round_.sampling,
+                created_s=round_.created_s,
+                created_unix_s=round_.created_unix_s,
+                preface=round_.preface,
+            )
+            writes = replace(
+                writes, replay_request_id=round_.request_id, replay=encode_outcome(partial)
+            )
+        closed = await self._state.discard(round_, writes)
+        if closed:
+            await self._release(round_)
 
     async def _release(self, round_: Round) -> None:
         """The session was closed meanwhile: its close may have reached the home before the
         round's order did."""
-        for home, _ in round_.homes:
-            if round_.record is not None and home.info.worker_id == round_.record.decode_worker:
+        for view in round_.decode:
+            if round_.record is not None and view.info.worker_id == round_.record.decode_worker:
                 try:
-                    await self._homes.home(home.info).release(round_.session.session_id)
+                    await self._homes.home(view.info).release(round_.session.session_id)
                 except AmpdError as error:
-                    # Closed is closed: a home that cannot be told drops it as idle.
+                    # Closed is closed: a home that cannot be told finds out by itself.
                     log.warning(
                         "release_failed", session=round_.session.session_id, reason=error.reason
                     )
-
-
-def _is_at(session: SessionRecord, attempt_id: str) -> bool:
-    """Whether that attempt is the session's running round."""
-    return session.running is not None and session.running.attempt_id == attempt_id
-
-
-def own_session(record: SessionRecord | None, tenant: str, session_id: str) -> SessionRecord:
-    """The tenant's open session, or SESSION_NOT_FOUND: the same for every other case."""
-    if record is None or record.tenant != tenant:
-        raise lifecycle.session_not_found(session_id)
-    lifecycle.require_open(record)
-    return record
-
-
-def conflict(session_id: str) -> AmpdError:
-    """Another writer was faster."""
-    return AmpdError(
-        ErrorReason.SESSION_CONFLICT, f"session {session_id} was changed by another call"
-    )
-
-
-def _binding(info: WorkerInfo) -> Binding:
-    return Binding(info.worker_id, info.incarnation)

@@ -24,9 +24,11 @@ from ampd.v1 import session_service_pb2 as session_pb2
 from ampd.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
 from ampd.v1.session_service_pb2_grpc import add_SessionServiceServicer_to_server
 from services.coordinator.coordinator import Coordinator, Identity
+from services.coordinator.operations import Operations
 from services.coordinator.servicer import AdminServicer, SessionServicer
 from services.coordinator.sessions import Admin, Sessions
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.shared_state import SharedState
 
 PROGRAM = "ampd-coordinator"
 
@@ -37,17 +39,26 @@ async def serve(settings: CoordinatorSettings, policy: PolicySpec, shutdown: Shu
     async with AsyncExitStack() as stack:
         store = settings.open_store()
         stack.push_async_callback(store.close)
-        policy = await first_policy(store, policy)
+        in_force = await first_policy(store, policy, shutdown)
+        if in_force is None:
+            return
         homes = GrpcHomes(clock=time.monotonic)
         stack.push_async_callback(homes.close)
         tokenizer = HfTokenizer(Path(settings.model))
+        state = SharedState(
+            store=store,
+            clock=time.monotonic,
+            max_state_age_s=settings.max_state_age_s,
+            lease_s=settings.lease_s,
+        )
         coordinator = Coordinator(
             identity=Identity(settings.worker_id, incarnation),
             store=store,
+            state=state,
             homes=homes,
             tokenizer=tokenizer,
             limits=settings.limits(),
-            default_policy=policy,
+            default_policy=in_force,
             clock=time.monotonic,
             wall_clock=time.time,
             tie_seed=lambda: random.getrandbits(32),
@@ -73,7 +84,10 @@ async def serve(settings: CoordinatorSettings, policy: PolicySpec, shutdown: Shu
             server.grpc,
         )
         add_AdminServiceServicer_to_server(
-            AdminServicer(Admin(store=store, default_policy=policy)), server.grpc
+            AdminServicer(
+                Admin(store=store, default_policy=in_force), Operations(store=store, homes=homes)
+            ),
+            server.grpc,
         )
         await stack.enter_async_context(server)
         heartbeat = Heartbeat(
@@ -95,6 +109,7 @@ async def serve(settings: CoordinatorSettings, policy: PolicySpec, shutdown: Shu
         )
         async with background_tasks() as background:
             background.start("heartbeat", heartbeat.run())
+            background.start("write-back", state.run())
             await shutdown.wait()
             coordinator.draining = True
             await server.drain()

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from array import array
+from collections import deque
 from dataclasses import dataclass, field
 
 from ampd.core import lifecycle
 from ampd.core.lifecycle import SessionRecord
 from ampd.core.model import (
     BindDecision,
+    Binding,
     PolicySpec,
     RoundRecord,
     SamplingParams,
+    WorkerInfo,
     WorkerView,
 )
+from ampd.core.output import RoundOutput
 from ampd.ports import Tokens
 from services.coordinator.replay import RoundPlaced
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A home to try. `bind`: the decision, where that would be a new binding; `waits`: whether
+    the round may wait there for KV that others hold."""
+
+    view: WorkerView
+    bind: BindDecision | None
+    waits: bool = True
+
+    @property
+    def binding(self) -> Binding:
+        """The worker and its life."""
+        return binding_of(self.view.info)
 
 
 @dataclass(slots=True)
@@ -32,16 +50,26 @@ class Round:
     deadline_s: float | None
     session: SessionRecord
     """As it stands in the store: every write replaces it."""
+    read_version: int
+    """The session's version as it was read, before the round began."""
     increment: Tokens
     sampling: SamplingParams
-    homes: tuple[tuple[WorkerView, BindDecision | None], ...]
-    """Where to try, in order; with a decision where that would be a new binding."""
+    homes: deque[Candidate]
+    """Where to try, in order."""
+    decode: tuple[WorkerView, ...]
+    """The decode workers as they were last seen."""
     prefill: tuple[WorkerView, ...]
     policy: PolicySpec
     round_index: int
+    output: RoundOutput = field(default_factory=RoundOutput)
+    unseen: bool = False
+    """Whether `output` comes from before this call: its client gets it again."""
+    preface: bytes = b""
+    detached: bool = False
+    """Whether the shared store does not know that the round runs: it could not be asked."""
     record: RoundRecord | None = None
-    output: Tokens = field(default_factory=lambda: array("I"))
-    text: list[str] = field(default_factory=list)
+    lost: set[Binding] = field(default_factory=set)
+    """Homes that died, left or could not be reached since the round began."""
 
     @property
     def keep_history_tokens(self) -> int:
@@ -51,6 +79,11 @@ class Round:
     def time_left_s(self, now_s: float) -> float | None:
         """What is left of the caller's deadline; None without one."""
         return None if self.deadline_s is None else max(0.0, self.deadline_s - now_s)
+
+
+def binding_of(info: WorkerInfo) -> Binding:
+    """That life of a worker as a session's home."""
+    return Binding(info.worker_id, info.incarnation)
 
 
 def placed(record: RoundRecord) -> RoundPlaced:

@@ -13,7 +13,6 @@ from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import SessionRecord
 from ampd.core.model import Binding, PolicySpec, Role, RoundRecord, Slo, WorkerView
 from ampd.ports import Clock, Homes, SessionPage, StateStore
-from services.coordinator.coordinator import conflict, own_session
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +51,7 @@ class Sessions:
 
     async def get(self, tenant: str, session_id: str) -> SessionRecord:
         """SESSION_NOT_FOUND for an unknown, closed or foreign one."""
-        return own_session(await self._store.get_session(session_id), tenant, session_id)
+        return lifecycle.require_own(await self._store.get_session(session_id), tenant, session_id)
 
     async def list(self, tenant: str, page_size: int, page_token: str) -> SessionPage:
         """The tenant's open sessions by session_id."""
@@ -67,12 +66,12 @@ class Sessions:
             record = await self._store.get_session(session_id)
             if record is not None and record.tenant == tenant and _closed_by(record, request_id):
                 return record
-            record = own_session(record, tenant, session_id)
+            record = lifecycle.require_own(record, tenant, session_id)
             closed = lifecycle.close(record, request_id=request_id, now_unix_s=self._wall_clock())
             if await self._store.compare_and_set(closed, record.version):
                 await self._free(record)
                 return closed
-        raise conflict(session_id)
+        raise lifecycle.conflict(session_id)
 
     async def _free(self, record: SessionRecord) -> None:
         if record.home is None:
@@ -121,7 +120,7 @@ class Admin:
         self, tenant: str, session_id: str, round_index: int | None
     ) -> tuple[RoundRecord, ...]:
         """The kept rounds of a session, oldest first, or the one asked for."""
-        own_session(await self._store.get_session(session_id), tenant, session_id)
+        lifecycle.require_own(await self._store.get_session(session_id), tenant, session_id)
         rounds = await self._store.read_rounds(session_id)
         if round_index is None:
             return rounds

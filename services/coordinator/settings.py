@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from ampd.core.model import ItlStatistic, PolicySpec, Slo
 from ampd.core.policies import AMPD_PAPER, resolve
@@ -46,6 +46,9 @@ class CoordinatorSettings(ProcessSettings):
     """What of a round's ITL the objective applies to: `mean`, `p95` or `max`."""
     max_running_rounds: PositiveInt = 1024
     """Rounds that may run here at once; one more is refused."""
+
+    max_state_age_s: PositiveFloat = 10.0
+    """Seconds that rounds may begin on the last known state while the store is down."""
 
     def slo(self) -> Slo:
         """The default objective of a session."""

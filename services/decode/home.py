@@ -27,6 +27,7 @@ from ampd.core.model import (
     RoundOrder,
     WorkerLoad,
 )
+from ampd.core.output import RoundOutput
 from ampd.core.policies import is_literal, number
 from ampd.core.window import MeanWindow
 from ampd.ports import (
@@ -39,7 +40,8 @@ from ampd.ports import (
     PrefillReport,
     TokensOut,
 )
-from services.decode.round import ResidentSession, RunningRound
+from services.decode.admission import Admission
+from services.decode.round import KeptRound, ResidentSession, RunningRound
 from services.decode.settings import HomeLimits
 from services.decode.tasks import PrefillTasks
 
@@ -71,6 +73,12 @@ class Home:
         self._ledger = KvLedger(
             capacity_tokens=engine.info.kv_capacity_tokens, block_tokens=engine.info.block_tokens
         )
+        self._admission = Admission(
+            self._ledger,
+            evict=self._evict,
+            max_waiting=limits.max_waiting_rounds,
+            clock=clock,
+        )
         self._unpinned: list[KvHandle] = []
         self._itl = MeanWindow()
         self._counts_open = True
@@ -82,13 +90,19 @@ class Home:
         """Accepted, Rerouted when the prefill moves, TokensOut ..., Finished.
 
         Raises DRAINING, HISTORY_NOT_RESIDENT, KV_EXHAUSTED, KV_TOO_SMALL, QUEUE_FULL before it
-        accepts; closing the generator early discards the round and frees all it took.
+        accepts, ROUND_RUNNING where the store cannot say which round is newer. Closing the
+        generator early discards the round and frees all it took; what it has said is kept for
+        a while, for the same request.
         """
-        await self.supersede(
-            order.session_id,
-            AmpdError(ErrorReason.SESSION_CONFLICT, "a newer round of the session has begun"),
-        )
-        session, round_ = self._admit(order)
+        self._require_newer(order)
+        newer = AmpdError(ErrorReason.SESSION_CONFLICT, "a newer round of the session has begun")
+        await self.supersede(order.session_id, newer)
+        answered = self._answered(order)
+        if answered is not None and answered.finished is not None:
+            yield Accepted(history_rebuilt=False, resumed=answered.output)
+            yield answered.finished
+            return
+        session, round_ = self._take_in(order)
         # A task of its own, so that another call can end the round and nothing else.
         round_.task = asyncio.create_task(self._carry_out(session, round_))
         round_.task.add_done_callback(lambda _: self._end(session, round_))
@@ -105,12 +119,18 @@ class Home:
             await asyncio.wait([round_.task])
 
     async def _carry_out(self, session: ResidentSession, round_: RunningRound) -> None:
-        """Prefill, decode, settle; on any other end the session is as before the round."""
+        """Admit, prefill, decode, settle; on any other end the session is as before the round."""
         order, emit = round_.order, round_.events.put_nowait
         try:
+            await self._admit(session, round_)
             await self._release_pins()
-            emit(Accepted(history_rebuilt=order.keep_history_tokens > 0 and session.kv is None))
-            async with aclosing(self._tasks.prefill(order, round_.prompt, session.kv)) as places:
+            emit(
+                Accepted(
+                    history_rebuilt=order.keep_history_tokens > 0 and session.kv is None,
+                    resumed=round_.output.resumed() if round_.from_kept else None,
+                )
+            )
+            async with aclosing(self._tasks.prefill(order, round_.context, session.kv)) as places:
                 async for place in places:
                     if isinstance(place, Rerouted):
                         emit(place)
@@ -132,16 +152,55 @@ class Home:
             round_.events.put_nowait(round_.superseded)
         round_.ended.set()
 
-    def _admit(self, order: RoundOrder) -> tuple[ResidentSession, RunningRound]:
-        """Take the round in, or refuse it with nothing changed. In one step, so that no other
-        order comes between."""
+    def _require_newer(self, order: RoundOrder) -> None:
+        """An order is newer than the round that runs, because the shared store says so; where
+        it could not be asked for one of the two, the round that runs goes on."""
+        session = self._sessions.get(order.session_id)
+        running = session.round if session is not None else None
+        if running is None or running.order.request_id == order.request_id:
+            return
+        if order.detached or running.order.detached:
+            raise AmpdError(ErrorReason.ROUND_RUNNING, f"{order.session_id} has a running round")
+
+    def _answered(self, order: RoundOrder) -> KeptRound | None:
+        """What is kept of an earlier attempt at this very round."""
+        session = self._sessions.get(order.session_id)
+        kept = session.kept if session is not None else None
+        return kept if kept is not None and kept.is_of(order) else None
+
+    def _take_in(self, order: RoundOrder) -> tuple[ResidentSession, RunningRound]:
+        """Make the round the session's running one, or refuse it with nothing changed. In one
+        step, so that no other order comes between."""
         if self.draining:
             raise AmpdError(ErrorReason.DRAINING, f"{self._worker_id} is draining")
         current = self._sessions.get(order.session_id)
         if current is not None and current.round is not None:
             raise AmpdError(ErrorReason.ROUND_RUNNING, f"{order.session_id} has a running round")
+        kept = self._answered(order)
         session = self._resident(order)
+        resumed, from_kept = order.resumed, False
+        said = 0 if resumed is None else len(resumed.token_ids)
+        if kept is not None and len(kept.output.token_ids) > said:
+            resumed, from_kept = kept.output, True
         prompt = session.tokens[: order.keep_history_tokens] + order.increment
+        self._sessions[order.session_id] = session
+        session.facts, session.slo = order.facts, order.slo
+        session.kept = None
+        if session.rounds == order.round_index and not order.detached:
+            session.ahead = False
+        session.last_used_s = self._clock()
+        session.round = RunningRound(
+            order,
+            prompt,
+            started_s=session.last_used_s,
+            output=RoundOutput.of(resumed),
+            from_kept=from_kept,
+        )
+        return session, session.round
+
+    async def _admit(self, session: ResidentSession, round_: RunningRound) -> None:
+        """Have the round promised its KV, after a wait where others hold it."""
+        order, limits = round_.order, self._limits
         demand = RoundDemand(
             session_id=order.session_id,
             history_tokens=order.keep_history_tokens,
@@ -149,13 +208,11 @@ class Home:
             max_tokens=order.sampling.max_tokens,
             footprint_tokens=order.footprint_tokens,
         )
-        now_s = self._clock()
-        for evicted in self._ledger.admit(demand, now_s):
-            self._unpin(self._sessions[evicted])
-        self._sessions[order.session_id] = session
-        session.last_used_s = now_s
-        session.round = RunningRound(order, prompt, started_s=now_s)
-        return session, session.round
+        wait_s = limits.admission_wait_s
+        if order.admission_wait_s is not None:
+            wait_s = min(wait_s, order.admission_wait_s)
+        await self._admission.admit(demand, wait_s)
+        round_.admitted = session.accepted = True
 
     def _resident(self, order: RoundOrder) -> ResidentSession:
         """The session as this order knows it: resident, or (re)opened from the order."""
@@ -167,6 +224,12 @@ class Home:
             and len(session.tokens) >= keep
         ):
             return session
+        if session is not None and session.ahead and session.rounds > order.round_index:
+            raise AmpdError(
+                ErrorReason.SESSION_CONFLICT,
+                f"the shared store does not know yet that round {session.rounds - 1} of session "
+                f"{order.session_id} has settled",
+            )
         if order.history is None and keep > 0:
             raise AmpdError(
                 ErrorReason.HISTORY_NOT_RESIDENT,
@@ -185,7 +248,7 @@ class Home:
 
     async def _decode(self, round_: RunningRound) -> tuple[PrefillStats, GenerateDone]:
         """Run the engine and pass its tokens on; what its prefill and its end came to."""
-        order = round_.order
+        order, output = round_.order, round_.output
         kv = round_.computed.report.kv if round_.computed is not None else None
         stats = PrefillStats()
         request = GenerateRequest(
@@ -194,6 +257,8 @@ class Home:
             kv=kv,
             sampling=order.sampling,
             slo=order.slo,
+            output=output.token_ids[:],
+            text_chars=len(output.text),
         )
         async with aclosing(self._engine.generate(request)) as events:
             async for event in events:
@@ -203,9 +268,11 @@ class Home:
                         round_.taken, round_.prefills_here = True, False
                     case TokensOut():
                         now_s = self._clock()
-                        gap_s = round_.count_tokens(event.token_ids, now_s)
-                        if gap_s is not None:
+                        gap_s = output.add(event.token_ids, event.text, now_s)
+                        # The first gap behind a resumption is not this worker's.
+                        if gap_s is not None and round_.decoding:
                             self._itl.add(now_s, gap_s)
+                        round_.decoding = True
                         round_.events.put_nowait(event)
                     case GenerateDone():
                         return stats, event
@@ -220,10 +287,10 @@ class Home:
     ) -> Finished:
         """The round ended well: prompt and kept output are the session's tokens now, and the
         new pin replaces the old one."""
-        kept = round_.output[: done.kept_output_tokens]
-        session.tokens = round_.prompt + kept
+        session.tokens = round_.prompt + round_.output.token_ids[: done.kept_output_tokens]
         session.rounds += 1
         session.round = None
+        session.ahead = session.ahead or round_.order.detached
         session.last_used_s = self._clock()
         self._unpin(session)
         session.kv = done.kv
@@ -232,17 +299,31 @@ class Home:
             history_tokens=len(session.tokens),
             lease_end_s=session.last_used_s + self._limits.kv_lease_s,
         )
-        return round_.finished(stats, done)
+        finished = round_.finished(stats, done)
+        self._keep(session, round_, finished)
+        self._admission.poke()
+        return finished
 
     def _discard(self, session: ResidentSession, round_: RunningRound) -> None:
         """The round did not end well: the session and its pinned history are as before it."""
         self._ledger.discard(session.session_id)
         session.round = None
         session.last_used_s = self._clock()
-        if not session.tokens:
-            self._sessions.pop(session.session_id, None)
+        self._keep(session, round_, None)
+        if not session.accepted or not (session.tokens or session.kept):
+            self._drop(session)
         if round_.computed is not None and not round_.taken:
             self._tasks.void(round_.computed.target, round_.computed.task_id)
+        self._admission.poke()
+
+    def _keep(
+        self, session: ResidentSession, round_: RunningRound, finished: Finished | None
+    ) -> None:
+        """Keep what the round has said, for the same request."""
+        output = round_.output.resumed()
+        if output is not None:
+            until_s = session.last_used_s + self._limits.kept_round_s
+            session.kept = KeptRound(round_.order, output, finished, until_s)
 
     # --- what prefill workers call ---------------------------------------------------------
 
@@ -261,8 +342,11 @@ class Home:
     # --- sessions ----------------------------------------------------------------------------
 
     async def supersede(self, session_id: str, error: AmpdError) -> None:
-        """End the session's running round, if any, with `error`; returns when it has freed all."""
-        session = self._sessions.get(session_id)
+        """End the session's running round, if any, with `error`, or its move; returns when that
+        has freed all."""
+        while (session := self._sessions.get(session_id)) is not None and session.moving:
+            session.moving.cancel()
+            await asyncio.wait([session.moving])
         if session is None or session.round is None:
             return
         round_ = session.round
@@ -271,22 +355,88 @@ class Home:
             round_.task.cancel()
             await round_.ended.wait()
 
-    async def release(self, session_id: str) -> None:
-        """Free all that the session holds here, its running round included. Idempotent."""
+    async def release(self, session_id: str, *, paused_after: int | None = None) -> None:
+        """Free all that the session holds here, its running round included; with
+        `paused_after` only if it is paused and has settled that many rounds. Idempotent."""
+        if paused_after is not None:
+            session = self._sessions.get(session_id)
+            if session is not None and session.paused and session.rounds == paused_after:
+                self.forget(session)
+            return
         closed = AmpdError(ErrorReason.SESSION_NOT_FOUND, f"session {session_id} was closed")
         # Again for an order that waited for the same end: it is admitted before this goes on.
         while (session := self._sessions.get(session_id)) is not None:
-            if session.round is None:
+            if session.paused:
                 self._drop(session)
                 await self._release_pins()
                 return
             await self.supersede(session_id, closed)
 
+    def session(self, session_id: str) -> ResidentSession | None:
+        """The session as it lives here; None: it does not."""
+        return self._sessions.get(session_id)
+
+    def sessions(self) -> list[ResidentSession]:
+        """All that live here."""
+        return list(self._sessions.values())
+
+    def take_over(self, session: ResidentSession, *, with_kv: bool) -> None:
+        """Give a session from another home its place here and, `with_kv`, the promise of its
+        KV, or refuse it with nothing changed. No other session loses anything for it.
+
+        Raises DRAINING, ROUND_RUNNING, SESSION_CONFLICT, KV_TOO_SMALL, KV_EXHAUSTED, QUEUE_FULL.
+        """
+        current = self._sessions.get(session.session_id)
+        if self.draining:
+            raise AmpdError(ErrorReason.DRAINING, f"{self._worker_id} is draining")
+        if current is not None and not current.paused:
+            raise AmpdError(ErrorReason.ROUND_RUNNING, f"{session.session_id} has a running round")
+        if current is not None and (current.ahead or current.rounds > session.rounds):
+            raise AmpdError(
+                ErrorReason.SESSION_CONFLICT, f"{self._worker_id} has settled a later round"
+            )
+        if current is None and len(self._sessions) >= self._limits.max_sessions:
+            raise AmpdError(
+                ErrorReason.QUEUE_FULL,
+                f"{self._worker_id} holds {len(self._sessions)} sessions",
+                retry_after_s=1.0,
+            )
+        demand = RoundDemand(session.session_id, len(session.tokens), 0, 0)
+        if with_kv:
+            self._ledger.require_free(demand, self._clock())
+        if current is not None:
+            self._drop(current)
+        if with_kv:
+            self._ledger.admit(demand, self._clock())
+        self._sessions[session.session_id] = session
+
+    def keep_taken_over(self, session: ResidentSession, kv: KvHandle | None) -> None:
+        """The session is at home here now; `kv` pins its KV, as promised."""
+        session.accepted, session.kv = True, kv
+        session.last_used_s = self._clock()
+        if kv is not None:
+            self._ledger.settle(
+                session.session_id,
+                history_tokens=len(session.tokens),
+                lease_end_s=session.last_used_s + self._limits.kv_lease_s,
+            )
+            self._admission.poke()
+
+    def forget(self, session: ResidentSession) -> None:
+        """Drop the session, unless another copy of it has taken its place."""
+        if self._sessions.get(session.session_id) is session:
+            self._drop(session)
+            self._chores.create_task(self._release_pins(), name="release")
+
     async def sweep(self) -> None:
         """Forget the sessions that nobody has used for long: the store has their tokens."""
         now_s = self._clock()
         for session in tuple(self._sessions.values()):
-            if session.round is None and now_s - session.last_used_s > self._limits.session_ttl_s:
+            if session.kept is not None and session.kept.until_s < now_s:
+                session.kept = None
+            unused_s = now_s - session.last_used_s
+            empty = not (session.tokens or session.kept)
+            if session.paused and (empty or unused_s > self._limits.session_ttl_s):
                 self._drop(session)
         await self._release_pins()
 
@@ -294,10 +444,15 @@ class Home:
         del self._sessions[session.session_id]
         self._ledger.close(session.session_id)
         self._unpin(session)
+        self._admission.poke()
+
+    def _evict(self, session_id: str) -> None:
+        """The ledger has taken the session's KV for another's round."""
+        self._unpin(self._sessions[session_id])
 
     def _make_room_for_a_session(self) -> None:
         """Forget the least recently used paused session: the store has its tokens."""
-        paused = [session for session in self._sessions.values() if session.round is None]
+        paused = [session for session in self._sessions.values() if session.paused]
         if not paused:
             raise AmpdError(
                 ErrorReason.QUEUE_FULL,
@@ -336,18 +491,23 @@ class Home:
         now_s = self._clock()
         rounds = [s.round for s in self._sessions.values() if s.round is not None]
         local = [r for r in rounds if r.prefills_here]
-        decoding = [r for r in rounds if r.first_token_s is not None]
-        waits_s = [now_s - r.last_token_s for r in decoding if r.last_token_s is not None]
+        decoding = [r for r in rounds if r.decoding]
+        waits_s = [
+            now_s - r.output.last_token_s for r in decoding if r.output.last_token_s is not None
+        ]
         return WorkerLoad(
             draining=self.draining,
             queued_tasks=len(local),
             queued_prefill_s=sum(
-                self._cost.t_pre(r.order.keep_history_tokens, len(r.order.increment)) for r in local
+                self._cost.t_pre(
+                    r.order.keep_history_tokens, len(r.order.increment) + len(r.output.token_ids)
+                )
+                for r in local
             ),
             oldest_wait_s=max((now_s - r.started_s for r in local), default=0.0),
             itl_window_s=self._itl.statistic(now_s, waits_s if self._counts_open else ()),
             running_rounds=len(decoding),
-            running_context_tokens=sum(len(r.prompt) + len(r.output) for r in decoding),
+            running_context_tokens=sum(len(r.prompt) + len(r.output.token_ids) for r in decoding),
             sessions=len(self._sessions),
             kv_pinned_tokens=self._ledger.pinned_tokens,
             kv_running_tokens=self._ledger.running_tokens,

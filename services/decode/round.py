@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ampd.core import slo
@@ -13,13 +11,38 @@ from ampd.core.model import (
     Finished,
     KvHandle,
     PrefillStats,
+    ResumedOutput,
     RoundEvent,
     RoundOrder,
     RoundTimings,
     RoundUsage,
+    SessionFacts,
+    Slo,
 )
+from ampd.core.output import RoundOutput
 from ampd.ports import GenerateDone, Tokens
 from services.decode.tasks import ComputedPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRound:
+    """What a round has said, kept for the request that ran it: it ended early (`finished` is
+    None), or its coordinator may have died before it could settle it."""
+
+    order: RoundOrder
+    output: ResumedOutput
+    finished: Finished | None
+    until_s: float
+
+    def is_of(self, order: RoundOrder) -> bool:
+        """Whether `order` is for this round again."""
+        mine = self.order
+        return (
+            mine.request_id == order.request_id
+            and mine.round_index == order.round_index
+            and mine.keep_history_tokens == order.keep_history_tokens
+            and mine.increment == order.increment
+        )
 
 
 @dataclass(slots=True)
@@ -31,9 +54,25 @@ class ResidentSession:
     rounds: int
     """Rounds settled: an order for another round means that this copy is not the session's."""
     last_used_s: float
+    facts: SessionFacts | None = None
+    """As the last order told; with `slo` what it takes to publish the session again."""
+    slo: Slo | None = None
     kv: KvHandle | None = None
     """None: no KV is pinned (new, or evicted)."""
     round: RunningRound | None = None
+    kept: KeptRound | None = None
+    """The last round, for the same request to go on with or to hear again."""
+    accepted: bool = False
+    """Whether a round was ever admitted here: before that the session is not at home here."""
+    ahead: bool = False
+    """Whether rounds settled here that the shared store may not know: it was down."""
+    moving: asyncio.Task[object] | None = None
+    """What hands the session over, or takes it over; a round or a release cancels it."""
+
+    @property
+    def paused(self) -> bool:
+        """Between two rounds, and at rest."""
+        return self.round is None and self.moving is None
 
 
 @dataclass(slots=True)
@@ -43,16 +82,20 @@ class RunningRound:
 
     order: RoundOrder
     prompt: Tokens
+    """History and increment."""
     started_s: float
+    output: RoundOutput
+    """What an earlier attempt has said included."""
+    from_kept: bool = False
+    """Whether the output to go on with was kept here, not brought by the order."""
     task: asyncio.Task[None] | None = None
     events: asyncio.Queue[RoundEvent | Exception] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     superseded: AmpdError | None = None
     """Why another call ended this round; the task is cancelled with it."""
-    output: Tokens = field(default_factory=lambda: array("I"))
-    gaps_s: list[float] = field(default_factory=list)
-    first_token_s: float | None = None
-    last_token_s: float | None = None
+    admitted: bool = False
+    decoding: bool = False
+    """Whether it has said something new."""
     computed: ComputedPrefill | None = None
     """What a prefill worker computed; None: nothing (yet)."""
     taken: bool = False
@@ -61,21 +104,10 @@ class RunningRound:
     prefills_here: bool = False
     """Whether the home itself computes the prompt now: as ordered, or for want of others."""
 
-    def count_tokens(self, token_ids: Sequence[int], now_s: float) -> float | None:
-        """New output at `now_s`; the gap to the token before, if there was one.
-
-        Tokens of one step arrive at once: no time lies between them.
-        """
-        gap_s = None
-        if self.last_token_s is None:
-            self.first_token_s = now_s
-        else:
-            gap_s = now_s - self.last_token_s
-            self.gaps_s.append(gap_s)
-        self.gaps_s.extend([0.0] * (len(token_ids) - 1))
-        self.last_token_s = now_s
-        self.output.extend(token_ids)
-        return gap_s
+    @property
+    def context(self) -> Tokens:
+        """All tokens so far: history, increment, output."""
+        return self.prompt + self.output.token_ids
 
     def finished(self, stats: PrefillStats, done: GenerateDone) -> Finished:
         """The round's last event. `stats`: what the engine here did for the prompt."""
@@ -90,14 +122,14 @@ class RunningRound:
         )
 
     def _timings(self, stats: PrefillStats) -> RoundTimings:
-        created_s = self.order.created_s
-        first_s = self.first_token_s if self.first_token_s is not None else created_s
-        last_s = self.last_token_s if self.last_token_s is not None else created_s
+        created_s, output = self.order.created_s, self.output
+        first_s = output.first_token_s if output.first_token_s is not None else created_s
+        last_s = output.last_token_s if output.last_token_s is not None else created_s
         common = RoundTimings(
             ttft_s=first_s - created_s,
-            itl_mean_s=slo.mean_s(self.gaps_s),
-            itl_p95_s=slo.p95_s(self.gaps_s),
-            itl_max_s=slo.max_s(self.gaps_s),
+            itl_mean_s=slo.mean_s(output.gaps_s),
+            itl_p95_s=slo.p95_s(output.gaps_s),
+            itl_max_s=slo.max_s(output.gaps_s),
             total_s=last_s - created_s,
         )
         if self.computed is None:

@@ -76,6 +76,8 @@ class PrefillTasks:
     ) -> AsyncGenerator[Rerouted | ComputedPrefill, None]:
         """Try the order's targets in turn: a result ends it, `Rerouted` to the home too.
 
+        `prompt`: all there is to compute, the output so far of a resumed round included.
+
         Yields nothing for a local order. Closing it early voids the task on both sides.
         """
         for attempt, target in enumerate(order.targets):
@@ -100,15 +102,15 @@ class PrefillTasks:
         self, target: PrefillTarget, order: RoundOrder, prompt: Tokens, history: KvHandle | None
     ) -> ComputedPrefill:
         """Offer, and wait until the worker has computed it, failed, or is lost."""
+        cached_tokens = order.keep_history_tokens if history is not None else 0
         task = PrefillTask(
             # Unlike any of an earlier life of this worker, and short enough for the wire.
             task_id=f"{order.session_id[:32]}/{order.round_index}/{uuid.uuid4().hex[:16]}",
             session_id=order.session_id,
             round_index=order.round_index,
             home=self._worker_id,
-            history_tokens=order.keep_history_tokens if history is not None else 0,
-            increment_tokens=len(order.increment)
-            + (order.keep_history_tokens if history is None else 0),
+            history_tokens=cached_tokens,
+            increment_tokens=len(prompt) - cached_tokens,
             created_s=order.created_s,
             slo=order.slo,
         )

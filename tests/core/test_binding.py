@@ -67,14 +67,14 @@ def test_an_overbooked_worker_is_last_but_not_out() -> None:
     assert names(worker("a", reserved=20_000), worker("b", reserved=9_999)) == ["b", "a"]
 
 
-def test_draining_full_and_small_workers_are_left_out() -> None:
+def test_draining_and_small_workers_are_left_out_and_full_ones_come_last() -> None:
     assert names(
         worker("draining", draining=True),
         worker("prefill", role=Role.PREFILL),
         worker("small", capacity=191),  # 200 tokens are 7 blocks, 224 tokens
         worker("full", running=9_800),
         worker("good", reserved=5_000),
-    ) == ["good"]
+    ) == ["good", "full"]
 
 
 def test_no_worker() -> None:
@@ -89,12 +89,6 @@ def test_too_long_for_every_worker_is_said_with_the_limit_and_no_retry() -> None
     assert error.reason is ErrorReason.KV_TOO_SMALL
     assert error.metadata["kv_capacity_tokens"] == "2048"
     assert error.retry_after_s is None
-
-
-def test_room_later_but_not_now_has_a_retry_hint() -> None:
-    error = refusal(worker("a", running=9_900), worker("small", capacity=64))
-    assert error.reason is ErrorReason.KV_EXHAUSTED
-    assert error.retry_after_s is not None
 
 
 def test_footprint_is_the_mean_but_at_least_the_first_round() -> None:

@@ -40,7 +40,7 @@ def settle(record: SessionRecord, worker: str | None = None) -> SessionRecord:
 RUNNING = begin(IDLE, running())
 CLOSED = lifecycle.close(IDLE, request_id="x", now_unix_s=7.0)
 CALLS = {
-    "begin": lambda record: begin(record, running()),
+    "begin": lambda record: begin(record, replace(running(), request_id="another")),
     "bind": lambda record: lifecycle.bind(record, Binding("d", 1)),
     "settle": settle,
     "discard": lambda record: lifecycle.discard(record, now_unix_s=6.0),
@@ -85,6 +85,43 @@ def test_history_moves_at_settle_alone() -> None:
     assert lifecycle.discard(RUNNING, now_unix_s=6.0).history_tokens == IDLE.history_tokens
     after = settle(begin(IDLE, running(keep=40)))
     assert (after.history_tokens, after.last_token_id, after.rounds) == (40 + 20 + 7, 9, 4)
+
+
+def test_the_same_request_takes_its_round_over_from_a_living_coordinator() -> None:
+    again = begin(RUNNING, replace(running(), attempt_id="again"))
+    assert again.running is not None
+    assert again.running.attempt_id == "again"
+    assert again.history_tokens == IDLE.history_tokens
+
+
+def test_a_discarded_round_can_be_resumed_until_another_begins() -> None:
+    discarded = lifecycle.discard(RUNNING, resumable="r", now_unix_s=6.0)
+    assert discarded.resumable == "r"
+    assert begin(discarded, running()).resumable == ""
+    assert settle(begin(discarded, running())).resumable == ""
+
+
+def test_a_missed_end_is_written_back_unless_another_round_has_begun() -> None:
+    attempt = running().attempt_id
+    settled = settle(RUNNING)
+    missed = lifecycle.write_back(RUNNING, settled, attempt)
+    assert missed is not None
+    assert (missed.rounds, missed.state) == (settled.rounds, SessionState.IDLE)
+    assert missed.version == RUNNING.version + 1
+    # A store that has forgotten the mark as well.
+    assert lifecycle.write_back(IDLE, settled, attempt) is not None
+    another = begin(IDLE, replace(running(), request_id="x", attempt_id="x"))
+    assert lifecycle.write_back(another, settled, attempt) is None
+    assert lifecycle.write_back(CLOSED, settled, attempt) is None
+    # Published by its home meanwhile: only the answer may be missing.
+    assert lifecycle.write_back(settled, settled, attempt) is None
+    answered = lifecycle.write_back(settled, settled, attempt, answer_missing=True)
+    assert answered is not None
+    assert answered.rounds == settled.rounds
+    discarded = lifecycle.write_back(RUNNING, None, attempt, resumable="r")
+    assert discarded is not None
+    assert (discarded.state, discarded.resumable) == (SessionState.IDLE, "r")
+    assert lifecycle.write_back(IDLE, None, attempt) is None
 
 
 def test_a_dead_coordinators_round_is_void() -> None:

@@ -66,9 +66,9 @@ async def test_cancelled_in_a_write(write: str, when_s: float) -> None:
         assert not outcome.placed.history_rebuilt
 
 
-@pytest.mark.parametrize("write", ["begin", "bind"])
-async def test_an_answer_that_is_lost(write: str) -> None:
-    """The write took place, and nobody here knows it."""
+async def test_a_begin_whose_answer_is_lost() -> None:
+    """The write took place, and nobody here knows it: nothing is bound, nothing runs."""
+    write = "begin"
     async with in_process("d0") as cluster:
         session_id = await cluster.new_session()
         record = await cluster.record(session_id)
@@ -82,3 +82,21 @@ async def test_an_answer_that_is_lost(write: str) -> None:
         assert error.value.reason is ErrorReason.STORE_UNAVAILABLE
         assert (await cluster.record(session_id)).state is SessionState.IDLE
         assert (await run(second, request(session_id, 10))).finished.history_tokens == 14
+
+
+async def test_a_binding_whose_answer_is_lost() -> None:
+    """The round goes on without the store, and is written back when it has ended."""
+    async with in_process("d0") as cluster, asyncio.timeout(10):
+        session_id = await cluster.new_session()
+        record = await cluster.record(session_id)
+        store = SlowWrite(WRITES["bind"], lose_answer=True)
+        await store.create_session(record, "")
+        cluster.store = store
+        first, second = await cluster.add_coordinator(), await cluster.add_coordinator()
+        await cluster.beat()
+        await run(first, request(session_id, 10))
+        while (await cluster.record(session_id)).rounds == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        outcome = await run(second, request(session_id, 10))
+        assert outcome.finished.history_tokens == 28
+        assert not outcome.placed.history_rebuilt

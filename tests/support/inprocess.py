@@ -34,6 +34,7 @@ from services.coordinator.coordinator import Coordinator, Identity, RoundStreamE
 from services.coordinator.replay import RoundPlaced
 from services.coordinator.sessions import Sessions
 from services.coordinator.settings import RoundLimits
+from services.coordinator.shared_state import SharedState
 from services.decode.home import Home
 from services.decode.settings import HomeLimits
 from services.decode.tasks import PrefillTasks
@@ -69,6 +70,7 @@ class InProcess:
     homes: dict[str, LocalHome] = field(default_factory=dict)
     coordinators: list[Coordinator] = field(default_factory=list)
     policy: str = "always-local"
+    write_backs: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def add_home(
         self,
@@ -119,9 +121,14 @@ class InProcess:
     async def add_coordinator(self) -> Coordinator:
         """One more replica."""
         identity = Identity(f"c{len(self.coordinators)}", 1)
+        state = SharedState(
+            store=self.store, clock=time.monotonic, max_state_age_s=10.0, lease_s=0.0
+        )
+        self.write_backs.append(self.chores.create_task(state.run()))
         coordinator = Coordinator(
             identity=identity,
             store=self.store,
+            state=state,
             homes=LoopbackHomes(self.network),
             tokenizer=NoTokenizer(),  # type: ignore[arg-type]
             limits=RoundLimits(),
@@ -217,5 +224,7 @@ async def in_process(*home_ids: str, coordinators: int = 1) -> AsyncIterator[InP
         for _ in range(coordinators):
             await cluster.add_coordinator()
         yield cluster
+        for task in cluster.write_backs:
+            task.cancel()
         for local in cluster.homes.values():
             await local.engine.close()

@@ -55,17 +55,18 @@ class SteppingEngine:
         return PrefillResult(self._pin(request.tokens), PrefillStats())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineEvent, None]:
-        job = self._start(request.tokens)
+        job = self._start(request.tokens + request.output)
+        said = len(request.output)
         try:
-            for number in range(request.sampling.max_tokens):
+            for number in range(said, request.sampling.max_tokens):
                 await job.outputs.get()
-                if not number:
+                if number == said:
                     yield PrefillDone(PrefillStats())
                 yield TokensOut([1], "")
         finally:
             self.jobs.remove(job)
         count = request.sampling.max_tokens
-        kv = self._pin(request.tokens)
+        kv = self._pin(request.tokens + request.output)
         yield GenerateDone(FinishReason.LENGTH, "", count, count, kv)
 
     async def lend(self, kv: KvHandle, tokens: int) -> KvHandle:

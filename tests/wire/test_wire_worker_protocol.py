@@ -285,14 +285,14 @@ def test_a_broken_order_is_refused(fields: dict[str, Any], path: str) -> None:
 @given(EVENT)
 def test_an_event_comes_back(event: RoundEvent) -> None:
     message = decode_service_pb2.RunRoundResponse.FromString(
-        wire_order.event_to_proto(event).SerializeToString()
+        wire_order.event_to_proto(event, now_s=5.0).SerializeToString()
     )
-    assert wire_order.event_from_proto(message) == event
+    assert wire_order.event_from_proto(message, now_s=5.0) == event
 
 
 def test_an_unknown_event_is_refused() -> None:
     nothing = decode_service_pb2.RunRoundResponse()
-    assert refused(lambda: wire_order.event_from_proto(nothing)) == "event"
+    assert refused(lambda: wire_order.event_from_proto(nothing, now_s=5.0)) == "event"
 
 
 def test_tokens_of_any_sequence_are_sent() -> None:

@@ -1,0 +1,321 @@
+"""The shared store as rounds use it, through its outages (spec 7).
+
+While the store is down, rounds that run go on and end: what they leave is written back when it
+answers again. New rounds of sessions known here begin on the last known state, for a bounded
+time; such a round is *detached*: no store has its mark, so the session's home is the arbiter, and
+nothing is bound. A store that comes back without its last second gets the rounds of the last
+seconds once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+
+from ampd.core import lifecycle
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.lifecycle import SessionRecord, SessionState
+from ampd.core.model import PolicySpec, Role, WorkerView
+from ampd.ports import Clock, RoundContext, SessionWrites, StateStore
+from services.coordinator.round import Round
+
+log = structlog.get_logger(__name__)
+
+MAX_KNOWN_SESSIONS: Final = 16_384
+"""Session records remembered for an outage; the least recently used are forgotten."""
+MAX_PENDING_WRITES: Final = 8192
+"""Ended rounds that wait for the store; over it a round's end fails with STORE_UNAVAILABLE."""
+PENDING_TTL_S: Final = 600.0
+"""A write that found no chance for so long is given up (and logged)."""
+FLUSH_EVERY_S: Final = 0.2
+RECENT_S: Final = 5.0
+"""A store that syncs its file every second may forget so much when it dies, with room."""
+MAX_RECENT_WRITES: Final = 8192
+DISCARD_ATTEMPTS: Final = 8
+"""Compare-and-set attempts: each lost one means that another writer got further."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWrite:
+    """The end of a round for the store. `settled`: the session as it left it; None: discarded."""
+
+    session_id: str
+    attempt_id: str
+    settled: SessionRecord | None
+    writes: SessionWrites
+    since_s: float
+
+
+class SharedState:
+    """What one coordinator reads and writes for its rounds. `run` has to run beside it."""
+
+    def __init__(
+        self, *, store: StateStore, clock: Clock, max_state_age_s: float, lease_s: float
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._max_state_age_s = max_state_age_s
+        self._lease_s = lease_s
+        self._workers: tuple[WorkerView, ...] = ()
+        self._policy: PolicySpec | None = None
+        self._read_s = float("-inf")
+        self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
+        self._detached: dict[str, SessionRecord] = {}
+        """Sessions whose round runs here without a mark in the store."""
+        self._pending: dict[str, deque[PendingWrite]] = {}
+        self._recent: deque[PendingWrite] = deque(maxlen=MAX_RECENT_WRITES)
+        self._flushing = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._down = False
+        self._recovered_s = float("-inf")
+        self._store_id = ""
+
+    # --- the store's health ------------------------------------------------------------------
+
+    def heard(self, store_id: str | None) -> None:
+        """What a heartbeat found: the life of the store that answered; None: none did."""
+        if store_id is None:
+            self._down = True
+            return
+        self._answered()
+        if self._store_id and store_id != self._store_id:
+            since_s = self._clock() - RECENT_S
+            again = [write for write in self._recent if write.since_s >= since_s]
+            self._recent.clear()
+            log.warning("store_restarted", rounds_written_again=len(again))
+            for write in again:
+                self._write_later(replace(write, since_s=self._clock()))
+        self._store_id = store_id
+
+    def is_recovering(self) -> bool:
+        """Whether the store was down a moment ago: leases may have run out meanwhile, and who
+        lives is not known until everybody has had the time to register again."""
+        return self._clock() - self._recovered_s < self._lease_s
+
+    @property
+    def pending_writes(self) -> int:
+        """Ended rounds that wait for the store."""
+        return sum(len(writes) for writes in self._pending.values())
+
+    # --- reads -------------------------------------------------------------------------------
+
+    async def load(self, session_id: str, request_id: str) -> tuple[RoundContext, bool]:
+        """What a decision reads; and whether the store was down and this is the last known
+        state. STORE_UNAVAILABLE when that is too old, or lacks the session."""
+        if session_id in self._pending:
+            await self._flush()
+        try:
+            context = await self._store.load_round(session_id, request_id)
+        except AmpdError as error:
+            self._failed(error)
+            return self._last_known(session_id, request_id, error), True
+        self._answered()
+        self._workers, self._policy, self._read_s = context.workers, context.policy, self._clock()
+        if session_id in self._detached:
+            return replace(context, session=self._detached[session_id]), True
+        if session_id in self._pending and session_id in self._sessions:
+            # The store still lags behind what this coordinator has ended.
+            return replace(context, session=self._sessions[session_id]), True
+        if context.session is not None:
+            self._note(context.session)
+        return context, False
+
+    async def decode_workers(self, last_known: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
+        """Those that live now; `last_known` where the store cannot tell."""
+        try:
+            views = await self._store.list_workers()
+        except AmpdError as error:
+            self._failed(error)
+            return last_known
+        return tuple(view for view in views if view.info.role is Role.DECODE)
+
+    def _last_known(self, session_id: str, request_id: str, error: AmpdError) -> RoundContext:
+        age_s = self._clock() - self._read_s
+        session = self._sessions.get(session_id)
+        if age_s > self._max_state_age_s or session is None:
+            raise error
+        replays = [
+            write.writes.replay
+            for write in self._pending.get(session_id, ())
+            if request_id and write.writes.replay_request_id == request_id
+        ]
+        workers = tuple(replace(view, age_s=view.age_s + age_s) for view in self._workers)
+        return RoundContext(session, workers, self._policy, replays[-1] if replays else None)
+
+    # --- writes ------------------------------------------------------------------------------
+
+    async def swap(
+        self,
+        round_: Round,
+        record: SessionRecord,
+        expected_version: int,
+        writes: SessionWrites | None = None,
+    ) -> None:
+        """Write the session's next record, unless another writer was faster. A cancellation
+        waits for the answer: nothing may be written behind a discard's back. A detached round
+        is written when it ends."""
+        if round_.detached:
+            self.detach(round_, record)
+            return
+
+        async def write() -> None:
+            if not await self._store.compare_and_set(record, expected_version, writes):
+                raise lifecycle.conflict(record.session_id)
+            self._answered()
+            round_.session = record
+            self._note(record)
+
+        writing = asyncio.create_task(write())
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing})
+            raise
+        except AmpdError as error:
+            self._failed(error)
+            raise
+
+    def detach(self, round_: Round, record: SessionRecord) -> None:
+        """The round goes on without the store."""
+        round_.detached = True
+        round_.session = self._detached[record.session_id] = record
+        self._note(record)
+
+    async def settle(self, round_: Round, settled: SessionRecord, writes: SessionWrites) -> None:
+        """The round ended well. SESSION_CONFLICT: another call has changed the session."""
+        ended = PendingWrite(settled.session_id, round_.attempt_id, settled, writes, self._clock())
+        if not round_.detached:
+            try:
+                await self.swap(round_, settled, round_.session.version, writes)
+            except AmpdError as error:
+                if error.reason is not ErrorReason.STORE_UNAVAILABLE:
+                    raise
+            else:
+                self._recent.append(ended)
+                return
+        self._write_later(ended)
+        self.detach(round_, settled)
+        del self._detached[settled.session_id]
+
+    async def discard(self, round_: Round, writes: SessionWrites) -> bool:
+        """The round ended without a result; whether the session is closed, or gone."""
+        session_id, resumable = round_.session.session_id, writes.replay_request_id
+        self._detached.pop(session_id, None)
+        ended = PendingWrite(session_id, round_.attempt_id, None, writes, self._clock())
+        try:
+            for _ in range(DISCARD_ATTEMPTS):
+                # Read, not remembered: of a write that failed nobody knows whether it was made.
+                stored = await self._store.get_session(session_id)
+                if stored is None or stored.state is SessionState.CLOSED:
+                    self._sessions.pop(session_id, None)
+                    return True
+                idle = lifecycle.write_back(stored, None, round_.attempt_id, resumable=resumable)
+                if idle is None:
+                    self._note(stored)
+                    return False
+                if await self._store.compare_and_set(idle, stored.version, writes):
+                    self._note(idle)
+                    return False
+        except AmpdError as error:
+            self._failed(error)
+            if round_.session.running is not None:
+                now_unix_s = round_.session.last_used_unix_s
+                self._note(
+                    lifecycle.discard(round_.session, resumable=resumable, now_unix_s=now_unix_s)
+                )
+            self._write_later(ended)
+        return False
+
+    def _write_later(self, write: PendingWrite) -> None:
+        if self.pending_writes >= MAX_PENDING_WRITES:
+            raise AmpdError(
+                ErrorReason.STORE_UNAVAILABLE, "too many ended rounds wait for the shared store"
+            )
+        self._pending.setdefault(write.session_id, deque()).append(write)
+        self._wake.set()
+
+    # --- writing back ------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Write back what waits, whenever the store answers; until cancelled."""
+        while True:
+            if not self._pending:
+                self._wake.clear()
+                await self._wake.wait()
+            await self._flush()
+            if self._pending:
+                await asyncio.sleep(FLUSH_EVERY_S)
+
+    async def _flush(self) -> None:
+        async with self._flushing:
+            try:
+                for session_id in tuple(self._pending):
+                    await self._flush_session(session_id)
+            except AmpdError as error:
+                self._failed(error)
+
+    async def _flush_session(self, session_id: str) -> None:
+        pending = self._pending[session_id]
+        while pending:
+            write = pending[0]
+            if self._clock() - write.since_s > PENDING_TTL_S:
+                log.error("write_given_up", session=session_id, attempt=write.attempt_id)
+            elif not await self._write_back(write):
+                return
+            pending.popleft()
+        del self._pending[session_id]
+
+    async def _write_back(self, write: PendingWrite) -> bool:
+        """Whether the write is done with: written, or void."""
+        request_id = write.writes.replay_request_id
+        context = await self._store.load_round(write.session_id, request_id)
+        self._answered()
+        stored = context.session
+        if stored is None:
+            # A store that has lost the session gets it from its home first.
+            return write.settled is None
+        record = lifecycle.write_back(
+            stored,
+            write.settled,
+            write.attempt_id,
+            resumable=request_id if write.settled is None else "",
+            answer_missing=bool(request_id) and context.replay is None,
+        )
+        if record is None:
+            return True
+        writes = write.writes
+        if stored.rounds >= record.rounds:
+            # The home has published the tokens; the round's record and answer are missing.
+            writes = replace(writes, tokens=None, tokens_offset=0)
+        try:
+            written = await self._store.compare_and_set(record, stored.version, writes)
+        except AmpdError as error:
+            if error.reason is not ErrorReason.INTERNAL:
+                raise
+            # The store lacks tokens in front: it gets all of them from the session's home.
+            log.warning("write_back_refused", session=write.session_id, error=error.message)
+            return False
+        if written:
+            self._note(record)
+        return written
+
+    # --- how ---------------------------------------------------------------------------------
+
+    def _note(self, record: SessionRecord) -> None:
+        self._sessions[record.session_id] = record
+        self._sessions.move_to_end(record.session_id)
+        if len(self._sessions) > MAX_KNOWN_SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def _failed(self, error: AmpdError) -> None:
+        if error.reason is ErrorReason.STORE_UNAVAILABLE:
+            self._down = True
+
+    def _answered(self) -> None:
+        if self._down:
+            self._down = False
+            self._recovered_s = self._clock()
