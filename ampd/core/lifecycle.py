@@ -188,18 +188,22 @@ def rebind(record: SessionRecord, home: Binding, *, expected: Binding) -> Sessio
 
     Raises SESSION_NOT_FOUND (closed), ROUND_RUNNING, SESSION_CONFLICT (its home is another).
     """
-    require_open(record)
-    if record.state is SessionState.RUNNING:
-        raise AmpdError(
-            ErrorReason.ROUND_RUNNING,
-            f"round {record.rounds} of session {record.session_id} is still running",
-        )
+    require_idle(record)
     if record.home != expected:
         raise AmpdError(
             ErrorReason.SESSION_CONFLICT,
             f"session {record.session_id} is not bound to {expected.worker_id}",
         )
     return replace(record, version=record.version + 1, home=home)
+
+
+def use(record: SessionRecord, *, now_unix_s: float) -> SessionRecord:
+    """The idle session is in use between two rounds: its tools have run.
+
+    Raises SESSION_NOT_FOUND (closed), ROUND_RUNNING (another call has begun a round).
+    """
+    require_idle(record)
+    return replace(record, version=record.version + 1, last_used_unix_s=now_unix_s)
 
 
 def close(record: SessionRecord, *, request_id: str, now_unix_s: float) -> SessionRecord:
@@ -264,6 +268,16 @@ def require_open(record: SessionRecord) -> None:
     """Raises SESSION_NOT_FOUND for a closed session."""
     if record.state is SessionState.CLOSED:
         raise session_not_found(record.session_id)
+
+
+def require_idle(record: SessionRecord) -> None:
+    """Raises SESSION_NOT_FOUND for a closed session, ROUND_RUNNING for a running one."""
+    require_open(record)
+    if record.state is SessionState.RUNNING:
+        raise AmpdError(
+            ErrorReason.ROUND_RUNNING,
+            f"round {record.rounds} of session {record.session_id} is still running",
+        )
 
 
 def require_running(record: SessionRecord) -> RunningRound:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from ampd.adapters.homes_grpc import GrpcHomes
 from ampd.adapters.tokenizer_hf import HfTokenizer
+from ampd.adapters.tools.parsers import load_parser
 from ampd.core.errors import AmpdError
 from ampd.core.model import PolicySpec, Role, WorkerInfo, WorkerLoad
+from ampd.core.tool_calls import ToolCallParser
 from ampd.runtime.heartbeat import Heartbeat
 from ampd.runtime.lifecycle import Shutdown, background_tasks, run
 from ampd.runtime.logging import configure_logging
@@ -29,11 +31,14 @@ from services.coordinator.servicer import AdminServicer, SessionServicer
 from services.coordinator.sessions import Admin, Sessions
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.shared_state import SharedState
+from services.coordinator.tool_loop import ToolLoop
 
 PROGRAM = "ampd-coordinator"
 
 
-async def serve(settings: CoordinatorSettings, policy: PolicySpec, shutdown: Shutdown) -> None:
+async def serve(
+    settings: CoordinatorSettings, policy: PolicySpec, parser: ToolCallParser, shutdown: Shutdown
+) -> None:
     """Serve until shutdown is asked for, then drain."""
     incarnation = new_incarnation()
     async with AsyncExitStack() as stack:
@@ -63,6 +68,15 @@ async def serve(settings: CoordinatorSettings, policy: PolicySpec, shutdown: Shu
             wall_clock=time.time,
             tie_seed=lambda: random.getrandbits(32),
         )
+        rounds = ToolLoop(
+            coordinator=coordinator,
+            state=state,
+            store=store,
+            homes=homes,
+            parser=parser,
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
         sessions = Sessions(
             store=store,
             homes=homes,
@@ -80,7 +94,7 @@ async def serve(settings: CoordinatorSettings, policy: PolicySpec, shutdown: Shu
             incarnation=incarnation,
         )
         add_SessionServiceServicer_to_server(
-            SessionServicer(coordinator=coordinator, sessions=sessions, tokenizer=tokenizer),
+            SessionServicer(rounds=rounds, sessions=sessions, tokenizer=tokenizer),
             server.grpc,
         )
         add_AdminServiceServicer_to_server(
@@ -103,6 +117,7 @@ async def serve(settings: CoordinatorSettings, policy: PolicySpec, shutdown: Shu
                 draining=coordinator.draining, running_rounds=coordinator.running_rounds
             ),
             on_policy=lambda _policy: None,
+            on_store=state.heard,
             clock=time.monotonic,
             interval_s=settings.heartbeat_s,
             lease_s=settings.lease_s,
@@ -122,8 +137,9 @@ def main() -> None:
     configure_logging(style=settings.log_style, level=settings.log_level, service=PROGRAM)
     try:
         policy = settings.default_policy()
+        parser = load_parser(settings.tool_call_parser)
         exit_code = run(
-            lambda shutdown: serve(settings, policy, shutdown), grace_s=settings.drain_s
+            lambda shutdown: serve(settings, policy, parser, shutdown), grace_s=settings.drain_s
         )
     except AmpdError as error:
         sys.stderr.write(f"{PROGRAM}: {error.message}\n")

@@ -24,14 +24,22 @@ from ampd.wire.generate import (
     placed_response,
     round_request_from_proto,
     tokens_response,
+    tool_called_response,
+    tool_returned_response,
 )
 from ampd.wire.policy import policy_from_proto, policy_to_proto
 from ampd.wire.round import record_to_proto
 from ampd.wire.session import new_session_from_proto, session_to_proto
 from ampd.wire.worker import worker_to_proto
-from services.coordinator.coordinator import Coordinator, RoundStreamEvent
 from services.coordinator.operations import Operations
 from services.coordinator.sessions import Admin, Sessions
+from services.coordinator.tool_loop import (
+    Continues,
+    ToolCalled,
+    ToolLoop,
+    ToolLoopEvent,
+    ToolReturned,
+)
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -43,10 +51,8 @@ DEFAULT_WORKER_PAGE: Final = 1000
 class SessionServicer(session_service_pb2_grpc.SessionServiceServicer):
     """ampd.v1.SessionService."""
 
-    def __init__(
-        self, *, coordinator: Coordinator, sessions: Sessions, tokenizer: Tokenizer
-    ) -> None:
-        self._coordinator = coordinator
+    def __init__(self, *, rounds: ToolLoop, sessions: Sessions, tokenizer: Tokenizer) -> None:
+        self._rounds = rounds
         self._sessions = sessions
         self._tokenizer = tokenizer
 
@@ -72,7 +78,7 @@ class SessionServicer(session_service_pb2_grpc.SessionServiceServicer):
     ) -> AsyncIterator[session_service_pb2.GenerateResponse]:
         """See the proto."""
         wanted = round_request_from_proto(request, vocab_size=self._tokenizer.vocab_size)
-        events = self._coordinator.run_round(tenant(context), wanted, context.time_remaining())
+        events = self._rounds.run(tenant(context), wanted, context.time_remaining())
         async with aclosing(events):
             async for event in events:
                 yield _response(event)
@@ -183,11 +189,17 @@ def tenant(context: Context) -> str:
     return names.tenant_from_metadata(context.invocation_metadata() or ())
 
 
-def _response(event: RoundStreamEvent) -> session_service_pb2.GenerateResponse:
+def _response(event: ToolLoopEvent) -> session_service_pb2.GenerateResponse:
     match event:
         case TokensOut():
             return tokens_response(event)
         case Finished():
             return finished_response(event)
+        case Continues():
+            return finished_response(event.finished, continues=True)
+        case ToolCalled():
+            return tool_called_response(event.call)
+        case ToolReturned():
+            return tool_returned_response(event.call, event.returned)
         case _:
             return placed_response(**asdict(event))

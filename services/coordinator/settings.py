@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from ampd.core.model import ItlStatistic, PolicySpec, Slo
 from ampd.core.policies import AMPD_PAPER, resolve
+from ampd.core.tool_calls import HERMES
 from ampd.runtime.process import HOST_PORT, WORKER_ID, ProcessSettings
 
 TOKENISE_INLINE_CHARS: Final = 16_384
@@ -47,6 +48,9 @@ class CoordinatorSettings(ProcessSettings):
     max_running_rounds: PositiveInt = 1024
     """Rounds that may run here at once; one more is refused."""
 
+    tool_call_parser: str = HERMES
+    """How the model writes calls of server-side tools: `hermes`, or the name of an entry point of
+    group `ampd.tool_call_parsers`."""
     max_state_age_s: PositiveFloat = 10.0
     """Seconds that rounds may begin on the last known state while the store is down."""
 

@@ -59,7 +59,7 @@ class DecodeSettings(WorkerSettings):
     """Seconds that a round's output is kept for the repetition of its request."""
 
     tools: tuple[str, ...] = ()
-    """Server-side tools that sessions may use, by their entry points' names (group `ampd.tools`)."""
+    """Server-side tools that sessions may use: entry points of group `ampd.tools`, by name."""
     tool_services: tuple[Annotated[str, Field(pattern=HOST_PORT)], ...] = ()
     """host:port of every ToolService whose tools sessions may use too."""
     tool_timeout_s: PositiveFloat = 30.0
