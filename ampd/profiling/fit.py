@@ -42,8 +42,8 @@ ROBUST_ERRORS: Final = 2.0
 process disturbed says little of the engine."""
 ROBUST_MIN_ERROR: Final = 0.01
 """Relative errors below this are no reason to weigh a sample less."""
-HELD_OUT_EVERY: Final = 5
-"""Every fifth sample is held out when the error is measured."""
+FOLDS: Final = 5
+"""When the error is measured, each fifth of the samples is held out in turn."""
 MIN_HELD_OUT_SAMPLES: Final = 15
 """With fewer samples the error is that of the fit itself (`held_out` = 0)."""
 NNLS_TOLERANCE: Final = 1e-10
@@ -62,9 +62,10 @@ class KvSample:
 class FunctionFit:
     """How well one function fits: relative errors, and the sizes it was fitted on.
 
-    `held_out`: samples that the errors were measured on and the measured fit had not seen;
-    0: too few samples, the errors are those of the fit. `smallest`, `largest`: range of the
-    increment, chunk or transfer in tokens, or of the batch. Beyond it the last slope goes on.
+    `held_out`: samples that the errors were measured on, each by a fit that had not seen it
+    (five folds); 0: too few samples, the errors are those of the fit itself. `smallest`,
+    `largest`: range of the increment, chunk or transfer in tokens, or of the batch. Beyond it
+    the last slope goes on.
     """
 
     samples: int = 0
@@ -211,22 +212,23 @@ def _columns(samples: Sequence[StepSample]) -> tuple[Array, Array, Array, Array,
 def _fit(
     features: Sequence[Array], seconds: Array, sizes: Array
 ) -> tuple[tuple[float, ...], FunctionFit]:
-    """The coefficients over all samples, and the error of a fit without every fifth."""
+    """The coefficients over all samples, and the errors of fits without each fifth of them."""
     matrix = np.stack(features, axis=1)
     coefficients = _solve(matrix, seconds)
     count = len(seconds)
-    held_out = np.zeros(count, dtype=bool)
-    if count >= MIN_HELD_OUT_SAMPLES:
-        # In order of time, so that every size range has its part in both.
-        held_out[np.argsort(seconds, kind="stable")[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]] = True
-        tested = _solve(matrix[~held_out], seconds[~held_out])
-        predicted, measured = matrix[held_out] @ tested, seconds[held_out]
-    else:
-        predicted, measured = matrix @ coefficients, seconds
-    errors = np.abs(predicted - measured) / measured
+    predicted = matrix @ coefficients
+    held_out = count >= MIN_HELD_OUT_SAMPLES
+    if held_out:
+        # In order of time, so that every fold has its part of every size range.
+        fold = np.empty(count, dtype=int)
+        fold[np.argsort(seconds, kind="stable")] = np.arange(count) % FOLDS
+        for out in range(FOLDS):
+            seen = fold != out
+            predicted[~seen] = matrix[~seen] @ _solve(matrix[seen], seconds[seen])
+    errors = np.abs(predicted - seconds) / seconds
     return tuple(coefficients.tolist()), FunctionFit(
         samples=count,
-        held_out=int(held_out.sum()),
+        held_out=count if held_out else 0,
         median_error=float(np.median(errors)),
         p95_error=float(np.quantile(errors, 0.95)),
         smallest=int(sizes.min()),

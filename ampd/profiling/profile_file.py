@@ -37,6 +37,8 @@ class Profile:
     tp: int = 1
     fit: FitReport = FitReport()
     samples: tuple[StepSample, ...] = ()
+    kv_bytes_per_token: int = 0
+    """0: not known."""
     provenance: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
