@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +24,8 @@ TOKENIZER = EmulatedTokenizer()
 TURN, EOS = chr(TURN_TOKEN_ID), chr(EOS_TOKEN_ID)
 
 
-def shown(ids: object) -> str:
-    return bytes(ids).decode()  # type: ignore[call-overload, no-any-return]
+def shown(ids: Iterable[int]) -> str:
+    return bytes(list(ids)).decode()
 
 
 def user(content: str) -> ChatMessage:
