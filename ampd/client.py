@@ -48,14 +48,17 @@ from ampd.v1.session_service_pb2 import (
     RoundFinished,
     RoundPlaced,
     TokenBatch,
+    ToolCalled,
+    ToolReturned,
 )
 from ampd.v1.session_service_pb2_grpc import SessionServiceStub
 from ampd.v1.worker_pb2 import Worker, WorkerRole
 from ampd.wire.errors import STATUS_CODES, from_rpc_error
 from ampd.wire.names import DEFAULT_TENANT, TENANT_KEY
 
-RoundEvent = RoundPlaced | TokenBatch | RoundFinished
-"""RoundPlaced (again when the prefill moves), TokenBatch ..., RoundFinished."""
+RoundEvent = RoundPlaced | TokenBatch | RoundFinished | ToolCalled | ToolReturned
+"""RoundPlaced (again when the prefill moves), TokenBatch ..., RoundFinished. Where that has
+`continues`: ToolCalled ..., ToolReturned ..., and the events of a further round."""
 
 CALL_TIMEOUT_S: Final = 10.0
 ROUND_TIMEOUT_S: Final = 600.0
@@ -142,7 +145,8 @@ class AmpdClient:
     async def generate(
         self, request: GenerateRequest, *, timeout_s: float | None = None
     ) -> AsyncGenerator[RoundEvent, None]:
-        """Run one round. Closing the generator early cancels it: the history stays as it was.
+        """Run one round, and with `server_tools` those that its tool calls lead to. Closing the
+        generator early cancels it: the history stays as the last finished round left it.
 
         Without a `request_id` the request gets one of its own. `timeout_s`: deadline of the
         whole round; the client's `round_timeout_s` by default.
@@ -303,6 +307,10 @@ def _event(response: GenerateResponse) -> RoundEvent | None:
             return response.tokens
         case "finished":
             return response.finished
+        case "tool_called":
+            return response.tool_called
+        case "tool_returned":
+            return response.tool_returned
         case None:  # a kind that a newer server knows
             return None
 

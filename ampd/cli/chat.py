@@ -24,8 +24,13 @@ from ampd.v1.session_service_pb2 import (
     RoundFinished,
     RoundPlaced,
     TokenBatch,
+    ToolCalled,
+    ToolReturned,
 )
 from ampd.wire.times import duration_from_proto
+
+MAX_RESULT_CHARS: Final = 500
+"""Shown of a tool's result."""
 
 _HELP: Final = "/undo takes the last round back, /quit or Ctrl-D ends the session"
 
@@ -34,6 +39,10 @@ def chat(
     system: Annotated[str, typer.Option(help="System message.", show_default=False)] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    tools: Annotated[
+        list[str] | None,
+        typer.Option("--tool", help="A tool that the server may run; repeat it for more."),
+    ] = None,
     address: Address = "",
     tenant: Tenant = TENANT,
 ) -> None:
@@ -45,7 +54,7 @@ def chat(
             session = await client.create_session(labels={"client": "ampdctl chat"})
             say(f"session {session.session_id}: {_HELP}")
             try:
-                await _Conversation(client, session.session_id, sampling, system).run()
+                await _Conversation(client, session.session_id, sampling, system, tools or []).run()
             finally:
                 await client.close_session(session.session_id)
 
@@ -58,8 +67,10 @@ class _Conversation:
     session_id: str
     sampling: SamplingParams
     system: str
+    tools: list[str]
     lengths: list[int] = field(default_factory=lambda: [0])
-    """History tokens before the first round and after each: where /undo goes back to."""
+    """History tokens before the first line and after the rounds of each: where /undo goes back
+    to."""
 
     async def run(self) -> None:
         self._prompt()
@@ -83,6 +94,7 @@ class _Conversation:
             messages=ChatMessages(messages=messages),
             keep_history_tokens=self.lengths[-1],
             sampling=self.sampling,
+            server_tools=self.tools,
         )
         placed = RoundPlaced()
         try:
@@ -94,9 +106,14 @@ class _Conversation:
                         sys.stdout.write(event.text)
                         sys.stdout.flush()
                     case RoundFinished():
-                        self.lengths.append(event.history_tokens)
+                        if not event.continues:
+                            self.lengths.append(event.history_tokens)
                         sys.stdout.write("\n")
                         say(_summary(placed, event))
+                    case ToolCalled():
+                        say(f"[call {event.name or '(unreadable)'} {event.arguments}]")
+                    case ToolReturned():
+                        say(_returned(event))
         except AmpdError as error:
             # The history is what it was: the conversation can go on.
             say(f"error: {error.message}")
@@ -112,6 +129,14 @@ class _Conversation:
         if sys.stdin.isatty():
             sys.stderr.write("> ")
             sys.stderr.flush()
+
+
+def _returned(event: ToolReturned) -> str:
+    """A tool's result, cut to a few lines."""
+    shown = event.content[:MAX_RESULT_CHARS]
+    more = "" if len(shown) == len(event.content) else " ..."
+    took = seconds(duration_from_proto(event.duration))
+    return f"[{event.name} {'failed' if event.failed else 'returned'} after {took}: {shown}{more}]"
 
 
 def _summary(placed: RoundPlaced, finished: RoundFinished) -> str:
