@@ -173,13 +173,15 @@ def next_prompt(history: Tokens, step: Round, rng: random.Random) -> tuple[Token
     return history[:keep] + token_ids(rng, step.increment), keep
 
 
-_expected: dict[int, list[list[int]]] = {}
+_expected: dict[tuple[str, int], list[list[int]]] = {}
+"""By model and session."""
 
 
 async def expected_outputs(pair: Pair, sessions: list[Session]) -> list[list[list[int]]]:
     """Every round computed from nothing by one engine; the same for all three routes."""
+    model = pair.decode.info.model
     for session in sessions:
-        if session.seed in _expected:
+        if (model, session.seed) in _expected:
             continue
         rng = random.Random(session.seed)
         history = array("I")
@@ -188,8 +190,8 @@ async def expected_outputs(pair: Pair, sessions: list[Session]) -> list[list[lis
             prompt, _ = next_prompt(history, step, rng)
             outputs.append(await oracle(pair.decode, prompt, step.output))
             history = prompt + array("I", outputs[-1])
-        _expected[session.seed] = outputs
-    return [_expected[session.seed] for session in sessions]
+        _expected[model, session.seed] = outputs
+    return [_expected[model, session.seed] for session in sessions]
 
 
 async def run_session(
