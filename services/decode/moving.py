@@ -300,6 +300,8 @@ class SessionMover:
         """The store has not said whether it has written the binding: ask until it answers, and
         free the copy that is not the session's. Both are harmless until then: orders go by the
         store, and each home checks the number of rounds."""
+        while session.moving:
+            await asyncio.wait([session.moving])
         give_up_s = self._clock() + DOUBT_TIMEOUT_S
         while self._clock() < give_up_s:
             try:

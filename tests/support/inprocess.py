@@ -36,6 +36,7 @@ from services.coordinator.sessions import Sessions
 from services.coordinator.settings import RoundLimits
 from services.coordinator.shared_state import SharedState
 from services.decode.home import Home
+from services.decode.moving import SessionMover
 from services.decode.settings import HomeLimits
 from services.decode.tasks import PrefillTasks
 
@@ -56,6 +57,7 @@ class LocalHome:
     worker_id: str
     incarnation: int
     home: Home
+    mover: SessionMover
     engine: SteppingEngine
     info: WorkerInfo
 
@@ -107,8 +109,17 @@ class InProcess:
             max_model_tokens=engine.info.max_model_tokens,
             cost=CostModel(),
         )
-        self.network.add(worker_id, incarnation, decode=home)
-        self.homes[worker_id] = LocalHome(worker_id, incarnation, home, engine, info)
+        mover = SessionMover(
+            info=info,
+            home=home,
+            engine=engine,
+            store=self.store,
+            homes=LoopbackHomes(self.network),
+            chores=self.chores,
+            clock=time.monotonic,
+        )
+        self.network.add(worker_id, incarnation, decode=home, mover=mover)
+        self.homes[worker_id] = LocalHome(worker_id, incarnation, home, mover, engine, info)
         await self.beat()
         return self.homes[worker_id]
 

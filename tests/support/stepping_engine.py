@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ampd.core.cost_model import CostModel
+from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import FinishReason, KvHandle, PrefillStats
 from ampd.ports import (
     EngineEvent,
@@ -40,6 +41,7 @@ class SteppingEngine:
         self.cost = cost
         self.jobs: list[Job] = []
         self.pins: dict[str, tuple[int, ...]] = {}
+        self.lent: set[str] = set()
         self.samples: list[StepSample] = []
         self.most_pinned_tokens = 0
         self.fail_after_steps: int | None = None
@@ -52,7 +54,10 @@ class SteppingEngine:
             await job.outputs.get()
         finally:
             self.jobs.remove(job)
-        return PrefillResult(self._pin(request.tokens), PrefillStats())
+        kv = self._pin(request.tokens)
+        self.lent.add(kv.payload.decode())
+        pulled = request.history.tokens if request.history is not None else 0
+        return PrefillResult(kv, PrefillStats(pulled_tokens=pulled, pulled_bytes=4 * pulled))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineEvent, None]:
         job = self._start(request.tokens + request.output)
@@ -70,13 +75,19 @@ class SteppingEngine:
         yield GenerateDone(FinishReason.LENGTH, "", count, count, kv)
 
     async def lend(self, kv: KvHandle, tokens: int) -> KvHandle:
-        raise NotImplementedError
+        await asyncio.sleep(0)
+        if kv.payload.decode() not in self.pins:
+            raise AmpdError(ErrorReason.TASK_GONE, "not pinned")
+        self.lent.add(kv.payload.decode())
+        return replace(kv, tokens=tokens)
 
     async def reclaim(self, kv: KvHandle) -> None:
-        raise NotImplementedError
+        await asyncio.sleep(0)
+        self.lent.discard(kv.payload.decode())
 
     async def release(self, kv: KvHandle) -> None:
         await asyncio.sleep(0)
+        self.lent.discard(kv.payload.decode())
         self.pins.pop(kv.payload.decode(), None)
 
     def stats(self) -> EngineStats:
