@@ -308,6 +308,12 @@ class StateStore(Protocol):
         incarnation of the worker is registered: this process was replaced."""
         ...
 
+    @property
+    def life(self) -> str:
+        """Which life of the store the last heartbeat met; '' before the first. A store of
+        another life may have lost its last writes, or all."""
+        ...
+
     async def deregister(self, worker_id: str, incarnation: int) -> None:
         """Remove a worker, unless a newer incarnation has replaced it."""
         ...

@@ -108,6 +108,11 @@ class MemoryStateStore:
         self._workers[info.worker_id] = _Worker(info, load, self._clock(), lease_s)
         return self._policy
 
+    @property
+    def life(self) -> str:
+        """It lives as long as its process: always the same."""
+        return "memory"
+
     async def deregister(self, worker_id: str, incarnation: int) -> None:
         """Remove a worker, unless a newer incarnation has replaced it. Idempotent."""
         held = self._workers.get(worker_id)

@@ -129,6 +129,7 @@ class RedisStateStore:
         self._replay = f"{prefix}:replay:"
         self._create = f"{prefix}:create:"
         self._sessions = f"{prefix}:sessions:"
+        self._life = ""
         self._unreadable: set[str] = set()
         self._decode_info = lru_cache(MAX_WORKER_INFOS_CACHED)(partial(decode, WORKER_INFO))
 
@@ -139,7 +140,7 @@ class RedisStateStore:
     ) -> PolicySpec | None:
         """Register or renew a worker. AmpdError STALE_INCARNATION when a newer incarnation
         of the same worker_id is registered."""
-        accepted, policy = await self._run(
+        accepted, policy, life = await self._run(
             "heartbeat",
             scripts.HEARTBEAT,
             (self._worker + info.worker_id, self._workers, self._policy),
@@ -151,7 +152,13 @@ class RedisStateStore:
         )
         if not accepted:
             raise replaced_incarnation(info)
+        self._life = life.decode() if life else ""
         return None if policy is None else decode(POLICY, policy)
+
+    @property
+    def life(self) -> str:
+        """The server's run_id at the last heartbeat."""
+        return self._life
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:
         """Remove a worker, unless a newer incarnation has replaced it. Idempotent."""

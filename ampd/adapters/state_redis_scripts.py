@@ -76,13 +76,14 @@ HEARTBEAT: Final = Script(
 -- Incarnations are padded to equal length: they compare as strings, beyond a double's 53 bits.
 local held = redis.call('HGET', KEYS[1], 'incarnation')
 if held and held > ARGV[2] then
-  return {0, false}
+  return {0, false, false}
 end
 redis.call('HSET', KEYS[1],
   'incarnation', ARGV[2], 'info', ARGV[3], 'load', ARGV[4], 'lease_ms', ARGV[5])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('SADD', KEYS[2], ARGV[1])
-return {1, redis.call('HGET', KEYS[3], 'spec')}
+local life = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+return {1, redis.call('HGET', KEYS[3], 'spec'), life}
 """
 )
 

@@ -30,7 +30,8 @@ class Heartbeat:
     """Registers a process, publishes its load, and brings back the policy in force.
 
     `load` is asked at every beat; `on_policy` is called when the policy's version or name
-    changes. A store outage is survived: the lease runs out, and the next beat that gets
+    changes; `on_store` with the life of the store after every beat, None when it did not
+    answer. A store outage is survived: the lease runs out, and the next beat that gets
     through registers the process again. A newer life under the same name ends this one.
     """
 
@@ -42,6 +43,7 @@ class Heartbeat:
         load: Callable[[], WorkerLoad],
         on_policy: Callable[[PolicySpec], None],
         clock: Clock,
+        on_store: Callable[[str | None], None] = lambda _life: None,
         interval_s: float = INTERVAL_S,
         lease_s: float = LEASE_S,
     ) -> None:
@@ -51,6 +53,7 @@ class Heartbeat:
         self._info = info
         self._load = load
         self._on_policy = on_policy
+        self._on_store = on_store
         self._clock = clock
         self._interval_s = interval_s
         self._lease_s = lease_s
@@ -86,7 +89,9 @@ class Heartbeat:
                 # A newer life has this worker's name: two of them must not serve under it.
                 raise
             self._log_failure(error)
+            self._on_store(None)
             return
+        self._on_store(self._store.life)
         if self._failures:
             log.info("heartbeat_recovered", missed=self._failures)
             self._failures = 0

@@ -72,24 +72,24 @@ class SharedState:
         self._wake = asyncio.Event()
         self._down = False
         self._recovered_s = float("-inf")
-        self._store_id = ""
+        self._life = ""
 
     # --- the store's health ------------------------------------------------------------------
 
-    def heard(self, store_id: str | None) -> None:
+    def heard(self, life: str | None) -> None:
         """What a heartbeat found: the life of the store that answered; None: none did."""
-        if store_id is None:
+        if life is None:
             self._down = True
             return
         self._answered()
-        if self._store_id and store_id != self._store_id:
+        if self._life and life != self._life:
             since_s = self._clock() - RECENT_S
             again = [write for write in self._recent if write.since_s >= since_s]
             self._recent.clear()
             log.warning("store_restarted", rounds_written_again=len(again))
             for write in again:
                 self._write_later(replace(write, since_s=self._clock()))
-        self._store_id = store_id
+        self._life = life
 
     def is_recovering(self) -> bool:
         """Whether the store was down a moment ago: leases may have run out meanwhile, and who

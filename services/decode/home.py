@@ -82,6 +82,9 @@ class Home:
         self._unpinned: list[KvHandle] = []
         self._itl = MeanWindow()
         self._counts_open = True
+        self._store_life = ""
+        self.doubts = asyncio.Event()
+        """Set when the store may not know what settled here."""
         self.draining = False
 
     # --- one round -------------------------------------------------------------------------
@@ -224,7 +227,12 @@ class Home:
             and len(session.tokens) >= keep
         ):
             return session
-        if session is not None and session.ahead and session.rounds > order.round_index:
+        if (
+            session is not None
+            and session.rounds > order.round_index
+            and self.is_unconfirmed(session)
+        ):
+            self.doubts.set()
             raise AmpdError(
                 ErrorReason.SESSION_CONFLICT,
                 f"the shared store does not know yet that round {session.rounds - 1} of session "
@@ -291,6 +299,9 @@ class Home:
         session.rounds += 1
         session.round = None
         session.ahead = session.ahead or round_.order.detached
+        session.store_life = self._store_life
+        if session.ahead:
+            self.doubts.set()
         session.last_used_s = self._clock()
         self._unpin(session)
         session.kv = done.kv
@@ -413,6 +424,7 @@ class Home:
     def keep_taken_over(self, session: ResidentSession, kv: KvHandle | None) -> None:
         """The session is at home here now; `kv` pins its KV, as promised."""
         session.accepted, session.kv = True, kv
+        session.store_life = self._store_life
         session.last_used_s = self._clock()
         if kv is not None:
             self._ledger.settle(
@@ -427,6 +439,21 @@ class Home:
         if self._sessions.get(session.session_id) is session:
             self._drop(session)
             self._chores.create_task(self._release_pins(), name="release")
+
+    def heard(self, life: str | None) -> None:
+        """What a heartbeat found: the life of the shared store; None: it did not answer."""
+        if life is not None and life != self._store_life:
+            self._store_life = life
+            self.doubts.set()
+
+    def is_unconfirmed(self, session: ResidentSession) -> bool:
+        """Whether rounds may have settled here that the store does not know: it was down, or
+        has restarted since the last one."""
+        return session.ahead or session.store_life != self._store_life
+
+    def confirm(self, session: ResidentSession) -> None:
+        """The store knows what has settled here."""
+        session.ahead, session.store_life = False, self._store_life
 
     async def sweep(self) -> None:
         """Forget the sessions that nobody has used for long: the store has their tokens."""

@@ -14,7 +14,7 @@ from ampd.adapters.tools.entry_points import EntryPointTools
 from ampd.adapters.tools.remote import RemoteTools
 from ampd.adapters.tools.toolbox import ToolBox
 from ampd.core.errors import AmpdError
-from ampd.core.model import Role
+from ampd.core.model import Binding, Role
 from ampd.core.policies import DEFAULT_POLICY, resolve
 from ampd.runtime import worker_service
 from ampd.runtime.drain import WorkerDrain
@@ -32,6 +32,7 @@ from ampd.worker.v1.worker_service_pb2_grpc import add_WorkerServiceServicer_to_
 from services.decode.draining import HomeDrain
 from services.decode.home import Home
 from services.decode.moving import SessionMover
+from services.decode.reconciling import Reconciler
 from services.decode.servicer import DecodeServicer
 from services.decode.settings import DecodeSettings
 from services.decode.tasks import PrefillTasks
@@ -104,7 +105,14 @@ async def serve(settings: DecodeSettings, local_tools: EntryPointTools, shutdown
                 chores=chores,
                 clock=time.monotonic,
             )
-            emptying = HomeDrain(home=home, mover=mover, cost=cost)
+            reconciler = Reconciler(
+                me=Binding(settings.worker_id, incarnation),
+                home=home,
+                store=store,
+                clock=time.monotonic,
+                wall_clock=time.time,
+            )
+            emptying = HomeDrain(home=home, mover=mover, cost=cost, clock=time.monotonic)
             drain = WorkerDrain(
                 shutdown=shutdown,
                 start=emptying.start,
@@ -125,12 +133,14 @@ async def serve(settings: DecodeSettings, local_tools: EntryPointTools, shutdown
                     info,
                     load=drain.load,
                     on_policy=home.apply_policy,
+                    on_store=home.heard,
                     clock=time.monotonic,
                     interval_s=settings.heartbeat_s,
                     lease_s=settings.lease_s,
                 )
                 background.start("heartbeat", heartbeat.run())
                 background.start("sweep", _sweep(home))
+                background.start("reconcile", reconciler.run())
                 for remote in remotes:
                     background.start("tools", remote.keep_listing())
                 await shutdown.wait()

@@ -66,6 +66,8 @@ class ResidentSession:
     """Whether a round was ever admitted here: before that the session is not at home here."""
     ahead: bool = False
     """Whether rounds settled here that the shared store may not know: it was down."""
+    store_life: str = ""
+    """Which life of the store was there when the last round settled."""
     moving: asyncio.Task[object] | None = None
     """What hands the session over, or takes it over; a round or a release cancels it."""
 

@@ -228,6 +228,20 @@ async def test_a_restart_is_not_seen_by_the_next_operation(own_server: EmbeddedS
         await store.close()
 
 
+async def test_a_restart_is_another_life(own_server: EmbeddedStore) -> None:
+    store = RedisStateStore(own_server.url)
+    assert store.life == ""
+    await store.heartbeat(WORKER, WorkerLoad(), 5.0)
+    first = store.life
+    await store.heartbeat(WORKER, WorkerLoad(), 5.0)
+    assert store.life == first != ""
+    await own_server.stop()
+    await own_server.start()
+    await store.heartbeat(WORKER, WorkerLoad(), 5.0)
+    assert store.life not in {first, ""}
+    await store.close()
+
+
 async def test_a_frozen_server_costs_the_timeout_and_mixes_no_answers(
     own_server: EmbeddedStore,
 ) -> None:

@@ -1,0 +1,85 @@
+"""A home's copy of a session against the shared store's record of it (spec 7).
+
+The store may have lost its last writes, or all of them, or have been down when a round settled:
+then the home knows more, and publishes it. Or the session was closed, has expired or is at home
+elsewhere, and the news did not reach the home: then the copy is void.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ampd.core.lifecycle import SessionRecord, SessionState
+from ampd.core.model import Binding, SessionFacts, Slo
+
+
+class Fate(StrEnum):
+    """What becomes of a home's copy."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    PUBLISH = "publish"
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentCopy:
+    """A paused session as its home holds it. `unconfirmed`: rounds may have settled here that
+    the store does not know, because it was down or has restarted since."""
+
+    session_id: str
+    home: Binding
+    rounds: int
+    history_tokens: int
+    last_token_id: int
+    facts: SessionFacts
+    slo: Slo
+    unconfirmed: bool
+
+
+def fate(stored: SessionRecord | None, copy: ResidentCopy) -> Fate:
+    """What becomes of the copy, given the store's record (None: it has none)."""
+    if stored is None:
+        return Fate.PUBLISH if copy.unconfirmed else Fate.DROP
+    if stored.state is SessionState.CLOSED:
+        return Fate.DROP
+    if stored.rounds < copy.rounds and copy.unconfirmed:
+        return Fate.PUBLISH
+    # A copy with fewer rounds is old. One with more has settled a round that never got into
+    # the store: the next order says what counts.
+    here = stored.home == copy.home and stored.rounds <= copy.rounds
+    return Fate.KEEP if here else Fate.DROP
+
+
+def published(
+    stored: SessionRecord | None, copy: ResidentCopy, *, now_unix_s: float
+) -> SessionRecord:
+    """The record with what the copy knows; a round marked as running is void, it was begun on a
+    history that is none. `stored` None: in place of the `unpublished` record."""
+    stored = stored if stored is not None else unpublished(copy, now_unix_s=now_unix_s)
+    return replace(
+        stored,
+        version=stored.version + 1,
+        state=SessionState.IDLE,
+        running=None,
+        resumable="",
+        home=copy.home,
+        rounds=copy.rounds,
+        history_tokens=copy.history_tokens,
+        last_token_id=copy.last_token_id,
+        prefix_holders=(),
+        last_used_unix_s=now_unix_s,
+    )
+
+
+def unpublished(copy: ResidentCopy, *, now_unix_s: float) -> SessionRecord:
+    """The session as it was created, for a store that has lost it."""
+    return SessionRecord(
+        session_id=copy.session_id,
+        tenant=copy.facts.tenant,
+        model=copy.facts.model,
+        slo=copy.slo,
+        created_unix_s=copy.facts.created_unix_s,
+        last_used_unix_s=now_unix_s,
+        labels=dict(copy.facts.labels),
+    )

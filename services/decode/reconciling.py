@@ -1,0 +1,115 @@
+"""Keeping a home's sessions and the shared store in agreement, off the path of rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Final
+
+import structlog
+
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.model import Binding
+from ampd.core.reconcile import Fate, ResidentCopy, fate, published, unpublished
+from ampd.ports import Clock, SessionWrites, StateStore
+from services.decode.home import Home
+from services.decode.round import ResidentSession
+
+log = structlog.get_logger(__name__)
+
+EVERY_S: Final = 5.0
+MAX_SESSIONS_A_PASS: Final = 256
+"""Sessions looked at in one pass, in turn; unconfirmed ones all."""
+SETTLING_S: Final = 1.0
+"""A session used so recently may be about to be written by its coordinator, which knows more
+of a round than its home: the answer to a repeated request."""
+
+
+class Reconciler:
+    """Looks at sessions in turn, and at all that the store may not know when it was down."""
+
+    def __init__(
+        self, *, me: Binding, home: Home, store: StateStore, clock: Clock, wall_clock: Clock
+    ) -> None:
+        self._me = me
+        self._home = home
+        self._store = store
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._next = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        doubts = self._home.doubts
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await doubts.wait()
+            if doubts.is_set():
+                doubts.clear()
+                await asyncio.sleep(SETTLING_S)
+            await self.reconcile()
+
+    async def reconcile(self) -> None:
+        """One pass. A store that does not answer ends it; the next one comes."""
+        sessions = self._home.sessions()
+        self._next = 0 if self._next >= len(sessions) else self._next
+        turn = sessions[self._next : self._next + MAX_SESSIONS_A_PASS]
+        self._next += MAX_SESSIONS_A_PASS
+        doubtful = [session for session in sessions if self._home.is_unconfirmed(session)]
+        try:
+            for session in {id(s): s for s in (*doubtful, *turn)}.values():
+                try:
+                    await self._reconcile(session)
+                except AmpdError as error:
+                    # Written by somebody else meanwhile: looked at again in its turn.
+                    if error.reason is not ErrorReason.SESSION_CONFLICT:
+                        raise
+        except AmpdError as error:
+            log.info("reconcile_ended", error=str(error))
+            if error.reason is ErrorReason.STORE_UNAVAILABLE and doubtful:
+                self._home.doubts.set()
+
+    async def _reconcile(self, session: ResidentSession) -> None:
+        copy = self._copy(session)
+        if copy is None:
+            return
+        stored = await self._store.get_session(copy.session_id)
+        if self._copy(session) != copy:
+            return  # a round has begun, or the session has gone, meanwhile
+        match fate(stored, copy):
+            case Fate.KEEP:
+                self._home.confirm(session)
+            case Fate.DROP:
+                log.info("copy_dropped", session=copy.session_id, rounds=copy.rounds)
+                self._home.forget(session)
+            case Fate.PUBLISH:
+                if stored is None:
+                    base = unpublished(copy, now_unix_s=self._wall_clock())
+                    stored = await self._store.create_session(base, "")
+                record = published(stored, copy, now_unix_s=self._wall_clock())
+                writes = SessionWrites(tokens=session.tokens)
+                if await self._store.compare_and_set(record, stored.version, writes):
+                    log.info("published", session=copy.session_id, rounds=copy.rounds)
+                    if self._copy(session) == copy:
+                        self._home.confirm(session)
+
+    def _copy(self, session: ResidentSession) -> ResidentCopy | None:
+        """The session as it is at home here; None while it is not, or is in use."""
+        resident = self._home.session(session.session_id) is session
+        if not resident or not session.paused or not session.tokens:
+            return None
+        if session.facts is None or session.slo is None:
+            return None
+        if self._clock() - session.last_used_s < SETTLING_S:
+            return None
+        return ResidentCopy(
+            session_id=session.session_id,
+            home=self._me,
+            rounds=session.rounds,
+            history_tokens=len(session.tokens),
+            last_token_id=session.tokens[-1],
+            facts=session.facts,
+            slo=session.slo,
+            unconfirmed=self._home.is_unconfirmed(session),
+        )
