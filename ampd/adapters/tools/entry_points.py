@@ -75,11 +75,11 @@ class EntryPointTools:
         try:
             async with asyncio.timeout(self._limits.timeout_s), _child() as (process, channel):
                 answer = await _ask(channel, json.dumps(order).encode() + b"\n", process)
-        except OSError as error:
-            return returned(f"The tool could not be started: {error.strerror}", failed=True)
         except TimeoutError:
             message = f"The tool took longer than {self._limits.timeout_s:g} s and was ended."
             return returned(message, failed=True)
+        except OSError as error:
+            return returned(f"The tool could not be started: {error.strerror}", failed=True)
         if answer is None:
             return returned(
                 f"The tool's process ended without an answer ({_end(process)}).", failed=True
