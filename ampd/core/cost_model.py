@@ -133,6 +133,34 @@ class CostModel:
         """Seconds to move the KV of that many tokens between two workers."""
         return self.kv.base_s + self.kv.token_s * tokens if tokens else 0.0
 
+    def scaled(self, factor: float) -> CostModel:
+        """Every time multiplied by `factor` (0: all is free)."""
+        p, d, m = self.prefill, self.decode, self.mixed
+        return CostModel(
+            PrefillCost(
+                p.base_s * factor,
+                p.token_s * factor,
+                p.history_token_s * factor,
+                p.attention_pair_s * factor,
+                _scaled(p.token_s, p.hinges, factor),
+            ),
+            DecodeCost(
+                d.base_s * factor,
+                d.sequence_s * factor,
+                d.context_token_s * factor,
+                _scaled(d.sequence_s, d.hinges, factor),
+            ),
+            MixedCost(
+                m.base_s * factor,
+                m.token_s * factor,
+                m.sequence_s * factor,
+                m.context_token_s * factor,
+                m.attention_pair_s * factor,
+                _scaled(m.token_s, m.hinges, factor),
+            ),
+            KvCost(self.kv.base_s * factor, self.kv.token_s * factor),
+        )
+
 
 def _line(slope: float, hinges: Hinges, size: int) -> float:
     """Seconds of a chain of lines from 0 to `size`, segment by segment: no rounding of what one
@@ -145,6 +173,16 @@ def _line(slope: float, hinges: Hinges, size: int) -> float:
         start = at
         slope += change
     return seconds + slope * (size - start)
+
+
+def _scaled(slope: float, hinges: Hinges, factor: float) -> Hinges:
+    """By the slopes behind the hinges: rounding leaves no flat line falling."""
+    scaled, now = [], slope * factor
+    for at, change in hinges:
+        slope += change
+        scaled.append((at, slope * factor - now))
+        now += scaled[-1][1]
+    return tuple(scaled)
 
 
 def _check(coefficients: tuple[float, ...], slope: float = 0.0, hinges: Hinges = ()) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from typing import Annotated, Final
 
 import structlog
-from pydantic import Field, PositiveFloat
+from pydantic import AfterValidator, Field, PositiveFloat
+from pydantic_core import PydanticCustomError
 
 from ampd.adapters.state_limits import DEFAULT_IDLE_TTL_S
 from ampd.adapters.state_redis import RedisStateStore
@@ -23,11 +25,24 @@ from ampd.runtime.settings import ServiceSettings
 
 log = structlog.get_logger(__name__)
 
-HOST_PORT: Final = r"^.+:[1-9][0-9]{0,4}$"
+MAX_PORT: Final = 65535
 WORKER_ID: Final = r"^[!-~]{1,64}$"
 STORE_URL: Final = r"^(redis|rediss|unix)://."
 STORE_RETRY_S: Final = 0.5
 DRAIN_POLL_S: Final = 0.05
+
+
+def _host_and_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch("[1-9][0-9]{0,4}", port) or int(port) > MAX_PORT:
+        raise PydanticCustomError(
+            "host_port", "must be host:port, the port in 1..{largest}", {"largest": MAX_PORT}
+        )
+    return address
+
+
+HostPort = Annotated[str, AfterValidator(_host_and_port)]
+"""An address as a setting."""
 
 
 class ProcessSettings(ServiceSettings):
@@ -35,9 +50,9 @@ class ProcessSettings(ServiceSettings):
 
     worker_id: str = Field(pattern=WORKER_ID)
     """Unique name in the cluster."""
-    listen: str = Field(pattern=HOST_PORT)
+    listen: HostPort
     """host:port of the gRPC server."""
-    advertise: str = Field("", pattern=f"^$|{HOST_PORT}")
+    advertise: HostPort | None = None
     """host:port that others reach it by; default: that of `listen`."""
     model: str
     """Folder of the model."""

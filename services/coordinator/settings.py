@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from ampd.core.model import ItlStatistic, PolicySpec, Slo
 from ampd.core.policies import AMPD_PAPER, resolve
 from ampd.core.tool_calls import HERMES
-from ampd.runtime.process import HOST_PORT, WORKER_ID, ProcessSettings
+from ampd.runtime.process import WORKER_ID, HostPort, ProcessSettings
 
 TOKENISE_INLINE_CHARS: Final = 16_384
 """A longer increment is tokenised off the event loop: it would stall every stream."""
@@ -31,7 +31,7 @@ class CoordinatorSettings(ProcessSettings):
 
     worker_id: str = Field("coordinator-0", pattern=WORKER_ID)
     """Unique name in the cluster."""
-    listen: str = Field("127.0.0.1:7070", pattern=HOST_PORT)
+    listen: HostPort = "127.0.0.1:7070"
     """host:port to serve clients on."""
     model_name: str = ""
     """Name that clients see; default: that of the model's folder."""

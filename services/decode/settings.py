@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from ampd.adapters.tools.limits import ToolLimits
-from ampd.runtime.process import HOST_PORT, WORKER_ID
+from ampd.runtime.process import WORKER_ID, HostPort
 from ampd.runtime.worker import WorkerSettings
 from ampd.wire.generate import MAX_TEXT_BYTES
 
@@ -60,7 +59,7 @@ class DecodeSettings(WorkerSettings):
 
     tools: tuple[str, ...] = ()
     """Server-side tools that sessions may use: entry points of group `ampd.tools`, by name."""
-    tool_services: tuple[Annotated[str, Field(pattern=HOST_PORT)], ...] = ()
+    tool_services: tuple[HostPort, ...] = ()
     """host:port of every ToolService whose tools sessions may use too."""
     tool_timeout_s: PositiveFloat = 30.0
     """Longest run of a tool in seconds; then it is ended and has failed."""

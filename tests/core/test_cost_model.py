@@ -68,6 +68,23 @@ def test_features_are_those_of_the_spec() -> None:
     assert model.t_kv(4) == 4.0
 
 
+@given(models, st.floats(0.0, 1e3), sizes, sizes)
+def test_a_scaled_model_scales_every_time(
+    model: CostModel, factor: float, history: int, increment: int
+) -> None:
+    scaled = model.scaled(factor)
+    for one, other in (
+        (scaled.t_pre(history, increment), model.t_pre(history, increment)),
+        (scaled.t_dec(increment, history), model.t_dec(increment, history)),
+        (
+            scaled.t_mixed(increment, history, 3, history),
+            model.t_mixed(increment, history, 3, history),
+        ),
+        (scaled.t_kv(history), model.t_kv(history)),
+    ):
+        assert one == pytest.approx(factor * other, rel=1e-9, abs=1e-12)
+
+
 def test_moving_nothing_takes_no_time() -> None:
     assert CostModel(kv=KvCost(base_s=1.0)).t_kv(0) == 0.0
 

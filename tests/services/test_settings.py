@@ -22,6 +22,11 @@ GOOD = {"--listen": "h:1", "--model": "/m", "--store-url": "redis://h"}
         ("--worker-id", "x" * 65),
         ("--worker-id", ""),
         ("--listen", "h"),
+        ("--listen", ":1"),
+        ("--listen", "h:0"),
+        ("--listen", "h:65536"),
+        ("--listen", "h:1x"),
+        ("--advertise", "h:99999"),
     ],
 )
 def test_a_setting_that_cannot_work_is_usage(
