@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -18,7 +19,9 @@ class InprocKvNetwork:
 
     def __init__(self) -> None:
         self._memories: dict[tuple[str, int], memoryview] = {}
-        self._listeners: dict[tuple[str, int], Callable[[bytes], None]] = {}
+        self._listeners: dict[
+            tuple[str, int], tuple[Callable[[bytes], None], contextvars.Context]
+        ] = {}
 
     def add(self, name: str, incarnation: int, memory: memoryview) -> None:
         """Make the memory of that life readable. ValueError when it has one already."""
@@ -32,14 +35,15 @@ class InprocKvNetwork:
         self._listeners.pop((name, incarnation), None)
 
     def listen(self, name: str, incarnation: int, hear: Callable[[bytes], None]) -> None:
-        """Whom to give the messages to that life."""
-        self._listeners[name, incarnation] = hear
+        """Whom to give the messages to that life, in the context of this call."""
+        self._listeners[name, incarnation] = hear, contextvars.copy_context()
 
     def tell(self, name: str, incarnation: int, message: bytes) -> None:
         """Give a message to that life, if it listens."""
-        hear = self._listeners.get((name, incarnation))
-        if hear is not None:
-            hear(message)
+        listener = self._listeners.get((name, incarnation))
+        if listener is not None:
+            hear, context = listener
+            asyncio.get_running_loop().call_soon(hear, message, context=context)
 
     def find(self, name: str, incarnation: int) -> memoryview | None:
         """The memory of that life; None when it is unknown or has ended."""
@@ -97,7 +101,7 @@ class InprocKvTransport:
         self._network.listen(self._locator.name, self._locator.incarnation, hear)
 
     async def tell(self, locator: bytes, message: bytes) -> None:
-        """See the port; it is heard before this returns."""
+        """See the port."""
         with suppress(AmpdError):
             peer = _decode(locator)
             self._network.tell(peer.name, peer.incarnation, message)

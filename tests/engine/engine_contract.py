@@ -70,6 +70,8 @@ class Generated:
     stats: PrefillStats
     done: GenerateDone
     event_times_s: list[float]
+    chars_after: list[int]
+    """Characters of text that were out with each token."""
 
 
 def token_ids(rng: random.Random, count: int) -> Tokens:
@@ -81,9 +83,16 @@ async def generate(
     tokens: Tokens,
     kv: KvHandle | None = None,
     sampling: SamplingParams = GREEDY,
+    *,
+    said: Sequence[int] = (),
+    text_chars: int = 0,
 ) -> Generated:
-    request = GenerateRequest("round", tokens, kv, sampling, SLO)
+    """`said` and `text_chars`: the output that the round has already."""
+    request = GenerateRequest(
+        "round", tokens, kv, sampling, SLO, output=array("I", said), text_chars=text_chars
+    )
     output: list[int] = []
+    chars_after: list[int] = []
     text = ""
     times_s: list[float] = []
     stats: PrefillStats | None = None
@@ -99,10 +108,11 @@ async def generate(
                     assert stats is not None
                     output += ids
                     text += piece
+                    chars_after += [len(text)] * len(ids)
                 case GenerateDone():
                     assert stats is not None
-                    assert event.output_tokens == len(output)
-                    return Generated(output, text, stats, event, times_s)
+                    assert event.output_tokens == len(said) + len(output)
+                    return Generated(output, text, stats, event, times_s, chars_after)
     raise AssertionError("the stream ended without GenerateDone")
 
 
@@ -374,6 +384,138 @@ async def check_entrants_do_not_wait_for_local_prefills(pair: Pair) -> None:
     await pair.clean()
 
 
+# --- rounds that go on --------------------------------------------------------------------
+
+
+async def _resume(
+    pair: Pair, tokens: Tokens, whole: Generated, known: int, sampling: SamplingParams, *, far: bool
+) -> Generated:
+    """The rest of `whole` behind its first `known` tokens, on an engine that knows nothing of it;
+    `far`: the KV comes from a prefill engine. What both said is compared."""
+    await pair.clean()
+    said = whole.tokens[:known]
+    text_chars = whole.chars_after[known - 1]
+    kv = None
+    if far:
+        everything = tokens + array("I", said)
+        kv = (await pair.prefill.prefill(PrefillRequest("p", everything, None))).kv
+    rest = await generate(pair.decode, tokens, kv, sampling, said=said, text_chars=text_chars)
+    assert rest.tokens == whole.tokens[known:]
+    assert rest.text == whole.text[text_chars:]
+    assert rest.stats.computed_tokens == (1 if far else len(tokens) + known)
+    got, right = rest.done, whole.done
+    assert (got.finish_reason, got.stop_reason) == (right.finish_reason, right.stop_reason)
+    assert got.output_tokens == right.output_tokens
+    assert got.kept_output_tokens == right.kept_output_tokens
+    # At most the last token has no KV.
+    kept = len(tokens) + right.kept_output_tokens
+    assert kept - 1 <= got.kv.tokens <= kept
+    await pair.decode.release(got.kv)
+    return rest
+
+
+async def _whole(
+    pair: Pair, tokens: Tokens, sampling: SamplingParams, *, output_tokens: int
+) -> Generated:
+    """The round in one piece."""
+    await pair.clean()
+    whole = await generate(pair.decode, tokens, sampling=sampling)
+    assert len(whole.tokens) == output_tokens
+    await pair.decode.release(whole.done.kv)
+    return whole
+
+
+async def check_resumed_streams_go_on(pair: Pair) -> None:
+    """Behind its first, a middle and its last but one token a greedy round says what it would
+    have said, whether the KV is computed or comes from a peer."""
+    block = pair.decode.info.block_tokens
+    sampling = replace(GREEDY, max_tokens=12)
+    for length in (3 * block + 5, 2 * block - 6):  # the output crosses a block's end in both
+        tokens = token_ids(random.Random(length), length)
+        whole = await _whole(pair, tokens, sampling, output_tokens=12)
+        for known in (1, 6, 11):
+            for far in (False, True):
+                await _resume(pair, tokens, whole, known, sampling, far=far)
+    # The pin serves the next round as any other: its KV is the output's as well.
+    await pair.clean()
+    rest = await generate(pair.decode, tokens, None, sampling, said=whole.tokens[:6])
+    following = tokens + array("I", whole.tokens) + token_ids(random.Random(13), 20)
+    after = await generate(pair.decode, following)
+    assert after.stats.cached_tokens == rest.done.kv.tokens // block * block
+    for done in (rest, after):
+        await pair.decode.release(done.done.kv)
+    assert after.tokens == await oracle(pair.decode, following)
+    await pair.clean()
+
+
+async def check_resumed_output_that_has_ended(pair: Pair) -> None:
+    """Nothing more is said behind the end, whatever ended it."""
+    tokens = token_ids(random.Random(14), 50)
+    sampling = replace(GREEDY, max_tokens=9)
+    whole = await _whole(pair, tokens, sampling, output_tokens=9)
+    for far in (False, True):
+        rest = await _resume(pair, tokens, whole, 9, sampling, far=far)
+        assert rest.done.finish_reason is FinishReason.LENGTH
+    # A stop token, known or about to come.
+    at = next(i for i in range(1, 9) if whole.tokens[i] not in whole.tokens[:i])
+    stopping = replace(sampling, stop_token_ids=(whole.tokens[at],))
+    stopped = await _whole(pair, tokens, stopping, output_tokens=at + 1)
+    assert stopped.done.finish_reason is FinishReason.STOP
+    assert stopped.done.stop_reason == str(whole.tokens[at])
+    for known in (at, at + 1):
+        await _resume(pair, tokens, stopped, known, stopping, far=False)
+    # The context is full.
+    most = pair.decode.info.max_model_tokens
+    long = token_ids(random.Random(15), most - 3)
+    full = await _whole(pair, long, sampling, output_tokens=3)
+    for known in (2, 3):
+        rest = await _resume(pair, long, full, known, sampling, far=False)
+        assert rest.done.finish_reason is FinishReason.LENGTH
+    await pair.clean()
+
+
+async def check_resumed_stop_strings(pair: Pair) -> None:
+    """A stop string that begins in the known output and ends in the new one is found, and no
+    text is said twice or lost, also of what was held back for it."""
+    tokens = token_ids(random.Random(16), 50)
+    sampling = replace(GREEDY, max_tokens=12)
+    plain = await _whole(pair, tokens, sampling, output_tokens=12)
+    ends = plain.chars_after
+
+    def stop_at(known: int) -> str:
+        """Two characters on either side of the boundary behind `known` tokens."""
+        return plain.text[ends[known - 1] - 2 : ends[known - 1] + 2]
+
+    def spans(known: int) -> bool:
+        start = ends[known - 1] - 2
+        return (
+            start >= 2
+            and len(stop_at(known)) == 4
+            and "\ufffd" not in stop_at(known)
+            and plain.text.find(stop_at(known)) == start
+        )
+
+    known = next(k for k in range(2, 11) if spans(k))
+    for include in (False, True):
+        stopping = replace(sampling, stop=(stop_at(known),), include_stop_str_in_output=include)
+        await pair.clean()
+        stopped = await generate(pair.decode, tokens, sampling=stopping)
+        await pair.decode.release(stopped.done.kv)
+        assert stopped.done.finish_reason is FinishReason.STOP
+        assert stopped.done.stop_reason == stop_at(known)
+        cut = ends[known - 1] + (2 if include else -2)
+        assert stopped.text == plain.text[:cut]
+        for already in (1, known, stopped.done.output_tokens):
+            await _resume(pair, tokens, stopped, already, stopping, far=False)
+    # One that never comes: what was held back for it is said at the end.
+    missing = replace(sampling, stop=("never\x00said",))
+    unstopped = await _whole(pair, tokens, missing, output_tokens=12)
+    assert unstopped.text == plain.text
+    for already in (1, 6, 12):
+        await _resume(pair, tokens, unstopped, already, missing, far=False)
+    await pair.clean()
+
+
 # --- pins, loans, ends --------------------------------------------------------------------
 
 
@@ -637,6 +779,9 @@ CHECKS: Sequence[Check] = (
     check_read_overlaps_compute,
     check_prefills_keep_their_order,
     check_entrants_do_not_wait_for_local_prefills,
+    check_resumed_streams_go_on,
+    check_resumed_output_that_has_ended,
+    check_resumed_stop_strings,
     check_pins_until_release,
     check_abort_frees_and_keeps_the_previous_pin,
     check_bad_handles_never_give_other_tokens,
