@@ -326,9 +326,12 @@ class StateStore(Protocol):
         """One round trip; see RoundContext."""
         ...
 
-    async def create_session(self, record: SessionRecord, request_id: str) -> SessionRecord:
+    async def create_session(
+        self, record: SessionRecord, request_id: str, max_sessions: int | None = None
+    ) -> SessionRecord:
         """Store a new session; a repeated request_id of the tenant gives the first one back
-        ('': never repeated). AmpdError SESSION_CONFLICT when the session_id is taken."""
+        ('': never repeated). AmpdError SESSION_CONFLICT when the session_id is taken, QUEUE_FULL
+        when the tenant has `max_sessions` open ones (expired ones may count for a while)."""
         ...
 
     async def get_session(self, session_id: str) -> SessionRecord | None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import WorkerInfo
+
+SESSIONS_RETRY_AFTER_S: Final = 5.0
+"""Sessions are closed or expire in their own time; there is nothing to wait for."""
 
 
 def store_unavailable(operation: str, error: Exception) -> AmpdError:
@@ -25,6 +30,15 @@ def replaced_incarnation(info: WorkerInfo) -> AmpdError:
 def session_id_taken(session_id: str) -> AmpdError:
     """Another session has this id."""
     return AmpdError(ErrorReason.SESSION_CONFLICT, f"session {session_id!r} exists already")
+
+
+def too_many_sessions(tenant: str, max_sessions: int | None) -> AmpdError:
+    """The tenant has to close one first, or wait until one expires."""
+    return AmpdError(
+        ErrorReason.QUEUE_FULL,
+        f"tenant {tenant!r} has {max_sessions} open sessions already",
+        retry_after_s=SESSIONS_RETRY_AFTER_S,
+    )
 
 
 def history_missing(session_id: str, start: int, end: int) -> AmpdError:

@@ -18,6 +18,7 @@ from ampd.adapters.state_errors import (
     history_missing,
     replaced_incarnation,
     session_id_taken,
+    too_many_sessions,
 )
 from ampd.adapters.state_limits import (
     CLOSED_TTL_S,
@@ -137,9 +138,12 @@ class MemoryStateStore:
             replay=self._replays.get((session_id, request_id)),
         )
 
-    async def create_session(self, record: SessionRecord, request_id: str) -> SessionRecord:
+    async def create_session(
+        self, record: SessionRecord, request_id: str, max_sessions: int | None = None
+    ) -> SessionRecord:
         """Store a new session, or give back the one that this request_id (''; none) made.
-        AmpdError SESSION_CONFLICT when the session_id is taken."""
+        AmpdError SESSION_CONFLICT when the session_id is taken, QUEUE_FULL when the tenant has
+        `max_sessions` already."""
         key = (record.tenant, request_id)
         if request_id and (first_id := self._created.get(key)) is not None:
             first = await self.get_session(first_id)
@@ -148,6 +152,10 @@ class MemoryStateStore:
         held = await self.get_session(record.session_id)
         if held is not None and held != record:
             raise session_id_taken(record.session_id)
+        if held is None and max_sessions is not None:
+            mine = [s for s in self._open.values() if s.record.tenant == record.tenant]
+            if len(mine) >= max_sessions:
+                raise too_many_sessions(record.tenant, max_sessions)
         self._open.put(record.session_id, _Session(record))
         if request_id:
             self._created.put(key, record.session_id)

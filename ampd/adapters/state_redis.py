@@ -49,6 +49,7 @@ from ampd.adapters.state_errors import (
     replaced_incarnation,
     session_id_taken,
     store_unavailable,
+    too_many_sessions,
 )
 from ampd.adapters.state_limits import (
     CLOSED_TTL_S,
@@ -199,9 +200,12 @@ class RedisStateStore:
             replay=replay,
         )
 
-    async def create_session(self, record: SessionRecord, request_id: str) -> SessionRecord:
+    async def create_session(
+        self, record: SessionRecord, request_id: str, max_sessions: int | None = None
+    ) -> SessionRecord:
         """Store a new session, or give back the one that this request_id (''; none) made.
-        AmpdError SESSION_CONFLICT when the session_id is taken."""
+        AmpdError SESSION_CONFLICT when the session_id is taken, QUEUE_FULL when the tenant has
+        `max_sessions` already."""
         held = await self._run(
             "create_session",
             scripts.CREATE_SESSION,
@@ -217,9 +221,12 @@ class RedisStateStore:
             _ms(CREATE_REQUEST_TTL_S),
             self._session,
             EXPIRED_CHECKS_PER_CREATE,
+            "" if max_sessions is None else max_sessions,
         )
         if held is None:
             raise session_id_taken(record.session_id)
+        if held == 0:
+            raise too_many_sessions(record.tenant, max_sessions)
         return decode(SESSION, held)
 
     async def get_session(self, session_id: str) -> SessionRecord | None:

@@ -104,7 +104,8 @@ CREATE_SESSION: Final = Script(
     + """
 -- KEYS: session, tenant's index, create request ('' where the caller gave no request_id).
 -- ARGV: session_id, version, record, session ttl_ms, request ttl_ms, session key prefix,
---       expiry checks. Returns the record that holds, or nil: session_id is taken.
+--       expiry checks, most sessions of the tenant ('': no bound).
+-- Returns the record that holds; nil: session_id is taken; 0: the tenant has too many.
 if KEYS[3] ~= '' then
   local first_id = redis.call('GET', KEYS[3])
   local first = first_id and redis.call('HGET', ARGV[6] .. first_id, 'record')
@@ -115,6 +116,9 @@ end
 local held = redis.call('HGET', KEYS[1], 'record')
 if held and held ~= ARGV[3] then
   return false
+end
+if ARGV[8] ~= '' and not held and redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[8]) then
+  return 0
 end
 redis.call('HSET', KEYS[1], 'version', ARGV[2], 'record', ARGV[3], 'writer', '')
 redis.call('PEXPIRE', KEYS[1], ARGV[4])

@@ -83,6 +83,7 @@ async def serve(
             model=settings.model_name or Path(settings.model).name,
             default_slo=settings.slo(),
             wall_clock=time.time,
+            max_sessions=settings.max_sessions,
         )
         server = GrpcServer(
             address=settings.listen,

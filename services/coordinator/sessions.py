@@ -25,13 +25,22 @@ class Sessions:
     """Create, read, list and close sessions of a tenant."""
 
     def __init__(
-        self, *, store: StateStore, homes: Homes, model: str, default_slo: Slo, wall_clock: Clock
+        self,
+        *,
+        store: StateStore,
+        homes: Homes,
+        model: str,
+        default_slo: Slo,
+        wall_clock: Clock,
+        max_sessions: int | None = None,
     ) -> None:
+        """`max_sessions`: that one tenant may have open; None: no bound."""
         self._store = store
         self._homes = homes
         self.model = model
         self._wall_clock = wall_clock
         self.default_slo = default_slo
+        self._max_sessions = max_sessions
 
     async def create(
         self, tenant: str, *, request_id: str, slo: Slo, labels: dict[str, str]
@@ -47,7 +56,7 @@ class Sessions:
             last_used_unix_s=now_unix_s,
             labels=labels,
         )
-        return await self._store.create_session(record, request_id)
+        return await self._store.create_session(record, request_id, self._max_sessions)
 
     async def get(self, tenant: str, session_id: str) -> SessionRecord:
         """SESSION_NOT_FOUND for an unknown, closed or foreign one."""

@@ -51,6 +51,8 @@ class CoordinatorSettings(ProcessSettings):
     tool_call_parser: str = HERMES
     """How the model writes calls of server-side tools: `hermes`, or the name of an entry point of
     group `ampd.tool_call_parsers`."""
+    max_sessions: PositiveInt = 100_000
+    """Sessions that one tenant may have open; one more is refused."""
     max_state_age_s: PositiveFloat = 10.0
     """Seconds that rounds may begin on the last known state while the store is down."""
 

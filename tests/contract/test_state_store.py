@@ -13,6 +13,7 @@ import pytest
 from ampd.adapters.state_limits import MAX_PAGE_SIZE, MAX_ROUNDS_KEPT
 from ampd.adapters.state_memory import MemoryStateStore
 from ampd.adapters.state_redis import RedisStateStore
+from ampd.core import lifecycle
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import RunningRound, SessionRecord, SessionState
@@ -228,6 +229,23 @@ async def test_deregistering_removes_at_once_and_twice_is_once(store: StateStore
     await store.deregister("decode-0", 1)
     await store.deregister("decode-0", 1)
     assert await store.list_workers() == ()
+
+
+async def test_a_tenant_has_so_many_sessions_and_no_more(store: StateStore) -> None:
+    first = session("one")
+    assert await store.create_session(first, "r", 2) == first
+    await store.create_session(session("two"), "", 2)
+    await store.create_session(session("other", tenant="x"), "", 2)
+    with pytest.raises(AmpdError) as error:
+        await store.create_session(session("three"), "", 2)
+    assert error.value.reason is ErrorReason.QUEUE_FULL
+    assert error.value.retry_after_s is not None
+    assert await store.get_session("three") is None
+    # Repeating a request is no new session.
+    assert await store.create_session(session("again"), "r", 2) == first
+    closed = lifecycle.close(first, request_id="", now_unix_s=9.0)
+    assert await store.compare_and_set(closed, first.version)
+    await store.create_session(session("three"), "", 2)
 
 
 # --- policy
