@@ -39,6 +39,8 @@ from ampd.core.model import (
     SessionFacts,
     Slo,
     TokensOut,
+    ToolCall,
+    ToolReturn,
     WorkerInfo,
 )
 from ampd.ports import ClaimedTask, HomePeer, Homes, Peers, PrefillReport, WorkerPeer
@@ -74,6 +76,8 @@ ORDER = RoundOrder(
     reason=RouteReason.CHEAPEST_REMOTE,
     footprint_tokens=500,
 )
+TOOL_CALL = ToolCall("s1", "s1-2-0", "count", '{"text": "\u00e9"}')
+TOOL_RETURN = ToolReturn("3 é", failed=True, truncated=True, seconds=0.25)
 ADOPT = AdoptOrder(
     session_id="s1",
     rounds=3,
@@ -157,6 +161,23 @@ class Decode:
         if self.error is not None:
             raise self.error
         return Adopted(2, 2048)
+
+    def names(self) -> tuple[str, ...]:
+        return ("count",)
+
+    async def run(self, call: ToolCall) -> ToolReturn:
+        self.calls.append(("run", call))
+        try:
+            if self.hang_after is not None:
+                await asyncio.Event().wait()
+        finally:
+            self.round_ended.set()
+        if self.error is not None:
+            raise self.error
+        return TOOL_RETURN
+
+    async def close(self) -> None:
+        raise NotImplementedError
 
     async def drain(self) -> DrainStatus:
         self.calls.append(("drain",))
@@ -260,7 +281,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     if request.param == "loopback":
         network = LoopbackNetwork()
         network.add("p", LIFE, prefill=prefill)
-        network.add("d", LIFE, decode=decode, mover=decode, worker=decode)
+        network.add("d", LIFE, decode=decode, mover=decode, worker=decode, tools=decode)
         loopback = LoopbackWorld(
             prefill,
             decode,
@@ -364,6 +385,7 @@ async def test_another_life_is_stale_and_hears_nothing(world: World) -> None:
         decode.complete("t1", "p0", REPORT),
         decode.fail("t1", "p0", "x"),
         home.release("s1"),
+        home.run_tool(TOOL_CALL, None),
         home.move("s1", ""),
         home.adopt(ADOPT),
         world.worker(OTHER_LIFE).drain(),
@@ -388,6 +410,7 @@ async def test_nobody_there(world: World) -> None:
             decode.claim("t1", "p0"),
             decode.complete("t1", "p0", REPORT),
             world.home().release("s1"),
+            world.home().run_tool(TOOL_CALL, 5.0),
             world.home().move("s1", ""),
             world.home().adopt(ADOPT),
             world.worker().drain(),
@@ -557,6 +580,53 @@ async def test_a_round_without_an_end_is_a_defect(world: World) -> None:
 async def test_a_release_arrives(world: World, paused_after: int | None) -> None:
     await world.home().release("s1", paused_after=paused_after)
     assert world.decode.calls == [("release", "s1", paused_after)]
+
+
+@pytest.mark.parametrize("timeout_s", [None, 10.0])
+async def test_a_tool_call_arrives_and_returns(world: World, timeout_s: float | None) -> None:
+    assert await world.home().run_tool(TOOL_CALL, timeout_s) == TOOL_RETURN
+    assert world.decode.calls == [("run", TOOL_CALL)]
+
+
+@pytest.mark.parametrize("reason", [ErrorReason.TOOL_NOT_FOUND, ErrorReason.QUEUE_FULL])
+async def test_a_tool_call_may_be_refused(world: World, reason: ErrorReason) -> None:
+    world.decode.error = refusal(reason)
+    with pytest.raises(AmpdError) as caught:
+        await world.home().run_tool(TOOL_CALL, None)
+    assert_is_refusal(caught.value, reason)
+
+
+async def test_a_tool_call_has_a_deadline_at_both_ends(world: World) -> None:
+    world.decode.hang_after = 0
+    with pytest.raises(AmpdError) as caught:
+        await world.home().run_tool(TOOL_CALL, 0.3)
+    assert caught.value.reason is ErrorReason.DEADLINE
+    async with asyncio.timeout(1.0):
+        await world.decode.round_ended.wait()
+
+
+async def test_a_cancelled_tool_call_ends_at_the_home(world: World) -> None:
+    world.decode.hang_after = 0
+    running = asyncio.ensure_future(world.home().run_tool(TOOL_CALL, None))
+    async with asyncio.timeout(SOON_S):
+        while not world.decode.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(1.0):
+        await world.decode.round_ended.wait()
+
+
+async def test_a_tool_call_fails_with_its_home(world: World) -> None:
+    world.decode.hang_after = 0
+    running = asyncio.ensure_future(world.home().run_tool(TOOL_CALL, None))
+    await asyncio.sleep(0.1)
+    await world.lose_decode()
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(AmpdError) as caught:
+            await running
+    assert caught.value.reason is ErrorReason.WORKER_UNAVAILABLE
 
 
 @pytest.mark.parametrize("target", ["", "d1"])

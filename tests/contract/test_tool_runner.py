@@ -179,7 +179,7 @@ async def test_cancelling_at_any_moment_leaves_no_process(make: Make, tmp_path: 
         with pytest.raises(asyncio.CancelledError):
             await running
     async with asyncio.timeout(2.0):
-        while tool_processes():
+        while tool_processes():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -7,16 +7,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.model import (
+    Finished,
+    FinishReason,
+    RoundTimings,
+    RoundUsage,
+    ToolCall,
+    ToolReturn,
+)
 from ampd.ports import ChatMessage
 from ampd.v1.session_service_pb2 import ChatMessage as Message
 from ampd.v1.session_service_pb2 import (
     ChatMessages,
     GenerateRequest,
     TokenIds,
+    ToolCalled,
     ToolResult,
     ToolResults,
 )
-from ampd.wire.generate import MAX_TEXT_BYTES, RoundRequest, round_request_from_proto
+from ampd.wire.generate import (
+    MAX_TEXT_BYTES,
+    RoundRequest,
+    finished_response,
+    round_request_from_proto,
+    tool_called_response,
+    tool_returned_response,
+)
 
 VOCAB = 1000
 
@@ -117,6 +133,54 @@ def test_texts_are_bounded_in_bytes(character: str) -> None:
     message = Message(role="user", content=over)
     assert refused_field(chat(message)) == "increment.messages[0].content"
     assert refused_field(tools(ToolResult(content=over))) == "increment.tool_results[0].content"
+
+
+def test_server_tools() -> None:
+    none = parse(GenerateRequest(session_id="s", text="x"))
+    assert (none.server_tools, none.max_tool_rounds) == ((), 8)
+    names = [f"t{number}" for number in range(64)]
+    asked = GenerateRequest(
+        session_id="s", request_id="r" * 60, text="x", server_tools=names, max_tool_rounds=64
+    )
+    request = parse(asked)
+    assert (request.server_tools, request.max_tool_rounds) == (tuple(names), 64)
+    assert parse(GenerateRequest(session_id="s", request_id="r" * 64, text="x")).request_id
+
+
+@pytest.mark.parametrize(
+    ("request_", "path"),
+    [
+        (GenerateRequest(server_tools=["a", ""]), "server_tools[1]"),
+        (GenerateRequest(server_tools=["a", "b", "a"]), "server_tools[2]"),
+        (GenerateRequest(server_tools=["n" * 65]), "server_tools[0]"),
+        (GenerateRequest(server_tools=["a b"]), "server_tools[0]"),
+        (GenerateRequest(server_tools=[f"t{n}" for n in range(65)]), "server_tools"),
+        (GenerateRequest(server_tools=["a"], request_id="r" * 61), "request_id"),
+        (GenerateRequest(server_tools=["a"], max_tool_rounds=65), "max_tool_rounds"),
+    ],
+)
+def test_wrong_server_tools_are_named(request_: GenerateRequest, path: str) -> None:
+    request_.session_id, request_.text = "s", "x"
+    assert refused_field(request_) == path
+
+
+def test_events_of_tools() -> None:
+    call = ToolCall("s", "s-0-0", "count", "{}")
+    assert tool_called_response(call).tool_called == ToolCalled(
+        call_id="s-0-0", name="count", arguments="{}"
+    )
+    returned = tool_returned_response(call, ToolReturn("3", True, True, 0.5)).tool_returned
+    assert (returned.call_id, returned.name, returned.content) == ("s-0-0", "count", "3")
+    assert (returned.failed, returned.truncated) == (True, True)
+    assert returned.duration.ToNanoseconds() == 500_000_000
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_an_end_tells_whether_the_stream_goes_on(continues: bool) -> None:
+    finished = Finished(FinishReason.STOP, "", RoundUsage(), RoundTimings(), True, 7)
+    response = finished_response(finished, continues=continues)
+    assert response.finished.continues == continues
+    assert response.finished.history_tokens == 7
 
 
 def test_sampling_is_checked_too() -> None:
