@@ -55,7 +55,7 @@ class ProcessSettings(ServiceSettings):
     advertise: HostPort | None = None
     """host:port that others reach it by; default: that of `listen`."""
     model: str
-    """Folder of the model."""
+    """Folder of the model; for an emulated engine and its coordinator: any name."""
     store_url: str = Field(pattern=STORE_URL)
     """Shared store: redis://, rediss:// or unix:// URL of a Valkey or Redis."""
     store_prefix: str = "ampd"

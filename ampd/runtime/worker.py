@@ -7,16 +7,26 @@ import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import structlog
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from ampd.adapters import engine_vllm
+from ampd.adapters.engine_emulated.settings import STORED_BYTES_STEP
+from ampd.adapters.engine_vllm.settings import Device
 from ampd.core.cost_model import CostModel, KvCost
 from ampd.core.errors import AmpdError
 from ampd.core.model import Role, WorkerInfo
 from ampd.ports import Engine, EngineInfo
+from ampd.profiling.catalogue import open_profile
 from ampd.profiling.fit import fit_cost_model
 from ampd.profiling.measure import measure
 from ampd.profiling.profile_file import Profile, read_profile, write_profile
@@ -24,21 +34,37 @@ from ampd.runtime.process import ProcessSettings
 
 log = structlog.get_logger(__name__)
 
-DEFAULT_PIN_S: Final = 600.0
-"""Longest life of a pin on an engine that keeps no sessions."""
 LINK_START_S: Final = 0.6e-3
 LINK_BYTES_PER_S: Final = 4e9
 """NIXL between two processes of one host, until a profile says otherwise: a read takes the
 first plus its bytes over the second (measured on a CPU; a GPU link is faster)."""
+EMULATED_KV_BYTES_PER_TOKEN: Final = 16 * 1024
+"""Modelled size of one token's KV, when neither a setting nor a profile has one."""
+
+
+def _usable_profile(source: str) -> str:
+    try:
+        open_profile(source)
+    except AmpdError as error:
+        raise PydanticCustomError("profile", "{error}", {"error": error.message}) from error
+    except OSError as error:
+        raise PydanticCustomError("profile", "{error}", {"error": str(error)}) from error
+    return source
+
+
+def _modelled_kv_bytes_per_token(setting: int | None, profile: str | None) -> int:
+    measured = open_profile(profile).kv_bytes_per_token if profile else 0
+    return setting or measured or EMULATED_KV_BYTES_PER_TOKEN
 
 
 class WorkerSettings(ProcessSettings):
     """Common to both workers. Prefill and decode workers of one cluster must agree on model,
     dtype, block size and engine version: KV is exchanged as it lies."""
 
-    engine: Literal["vllm"] = "vllm"
-    """The inference engine."""
-    device: engine_vllm.Device = engine_vllm.Device.CPU
+    engine: Literal["vllm", "emulated"] = "vllm"
+    """The inference engine. `emulated` needs no model: its words are no language, its KV moves
+    for real, its time is that of `profile`."""
+    device: Device = Device.CPU
     """`cpu` or `cuda`."""
     dtype: str = "float32"
     """Of weights and KV; on CUDA: `auto`."""
@@ -48,8 +74,6 @@ class WorkerSettings(ProcessSettings):
     """Longest session in tokens."""
     block_tokens: PositiveInt = 32
     """Tokens of a KV block."""
-    kv_cache_bytes: int = Field(1 << 30, ge=1 << 20)
-    """Memory for KV in bytes."""
     threads: PositiveInt = 1
     """Threads of the engine's computation (CPU)."""
     max_running_requests: PositiveInt = 64
@@ -62,50 +86,61 @@ class WorkerSettings(ProcessSettings):
     """Address of this host that peers reach the KV handshake by."""
     side_channel_port: int = Field(5600, ge=1, le=65535)
     """Port of the KV handshake."""
-    profile: Path | None = None
-    """Cost model file (.yaml, .json); default: measured at start."""
+    profile: Annotated[str, AfterValidator(_usable_profile)] | None = None
+    """Cost model: a file (.yaml, .json) or a built-in name (`ampdctl profile list`); default:
+    measured at start, or for the emulated engine: everything is free."""
     profile_dir: Path | None = None
     """Where a measured profile is kept for the next start."""
     measure_budget_s: PositiveFloat = 8.0
     """Seconds that a worker without a profile may take to measure itself."""
+    time_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Emulated engine: how long a second of the profile takes; 0: no time at all."""
+    kv_transport: Literal["nixl", "inproc"] = "nixl"
+    """Emulated engine: how KV moves. `inproc` reaches no other process: what peers hold is
+    computed again."""
+    stored_bytes_per_token: int = Field(64, ge=STORED_BYTES_STEP, multiple_of=STORED_BYTES_STEP)
+    """Emulated engine: bytes per token that are really stored and moved."""
+    kv_bytes_per_token: PositiveInt | None = None
+    """Emulated engine: modelled bytes per token; default: the profile's, or 16 KiB."""
+    kv_cache_bytes: int = Field(1 << 30, ge=1 << 20, validate_default=True)
+    """Memory for KV in bytes. Emulated engine: the modelled memory; what is really taken is
+    `stored_bytes_per_token` for each of the tokens that fit in it."""
 
+    @property
+    def modelled_kv_bytes_per_token(self) -> int:
+        """The size of a token's KV that an emulated engine counts with."""
+        return _modelled_kv_bytes_per_token(self.kv_bytes_per_token, self.profile)
 
-async def start_engine(
-    settings: WorkerSettings, role: Role, incarnation: int, kv_lease_s: float = DEFAULT_PIN_S
-) -> Engine:
-    """The engine that the settings name, ready. `kv_lease_s`: the longest life of a pin."""
-    return await engine_vllm.start(
-        engine_vllm.VllmSettings(
-            model=settings.model,
-            role=role,
-            max_model_tokens=settings.max_model_tokens,
-            block_tokens=settings.block_tokens,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            threads=settings.threads,
-            side_channel_host=settings.side_channel_host,
-            side_channel_port=settings.side_channel_port,
-            kv_lease_s=kv_lease_s,
-            dtype=settings.dtype,
-            device=settings.device,
-            tensor_parallel=settings.tensor_parallel,
-            max_num_seqs=settings.max_running_requests,
-            max_batched_tokens=settings.max_step_tokens,
-            enforce_eager=not settings.compile,
-            verbose=settings.log_level == "debug",
-        ),
-        settings.worker_id,
-        incarnation,
-    )
+    @field_validator("kv_cache_bytes")
+    @classmethod
+    def _holds_a_block(cls, size: int, others: ValidationInfo) -> int:
+        known = others.data
+        if known.get("engine") == "emulated" and {"profile", "block_tokens"} <= known.keys():
+            token_bytes = _modelled_kv_bytes_per_token(
+                known.get("kv_bytes_per_token"), known["profile"]
+            )
+            if size < known["block_tokens"] * token_bytes:
+                raise PydanticCustomError(
+                    "kv_cache",
+                    "holds not one block: {tokens} tokens of {token_bytes} bytes each",
+                    {"tokens": known["block_tokens"], "token_bytes": token_bytes},
+                )
+        return size
 
 
 async def cost_model(engine: Engine, settings: WorkerSettings) -> CostModel:
     """What this worker's work costs: from the profile file that is set, from the one that an
     earlier start has measured, or measured now (a few seconds) and kept for the next start.
 
-    Raises INVALID_FIELD or OSError for a profile that is set and cannot be used.
+    An emulated engine is never measured: its work costs what the profile says, at the time
+    scale, or nothing. Raises INVALID_FIELD or OSError for a profile that is set and cannot be
+    used.
     """
+    if settings.engine == "emulated":
+        cost = CostModel() if settings.profile is None else open_profile(settings.profile).cost
+        return cost.scaled(settings.time_scale)
     if settings.profile is not None:
-        return read_profile(settings.profile).cost
+        return open_profile(settings.profile).cost
     model = Path(settings.model).name
     device = f"{settings.device.value}-{settings.threads}"
     engine_name, tp = engine.info.engine, settings.tensor_parallel

@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from ampd.adapters.homes_grpc import GrpcHomes
-from ampd.adapters.tokenizer_hf import HfTokenizer
 from ampd.adapters.tools.parsers import load_parser
 from ampd.core.errors import AmpdError
 from ampd.core.model import PolicySpec, Role, WorkerInfo, WorkerLoad
 from ampd.core.tool_calls import ToolCallParser
+from ampd.ports import Tokenizer
 from ampd.runtime.heartbeat import Heartbeat
 from ampd.runtime.lifecycle import Shutdown, background_tasks, run
 from ampd.runtime.logging import configure_logging
@@ -49,7 +49,7 @@ async def serve(
             return
         homes = GrpcHomes(clock=time.monotonic)
         stack.push_async_callback(homes.close)
-        tokenizer = HfTokenizer(Path(settings.model))
+        tokenizer = _tokenizer(settings)
         state = SharedState(
             store=store,
             clock=time.monotonic,
@@ -129,7 +129,18 @@ async def serve(
             await shutdown.wait()
             coordinator.draining = True
             await server.drain()
-            await until_idle(lambda: coordinator.running_rounds > 0)
+            await until_idle(lambda: coordinator.running_rounds > 0 or state.pending_writes > 0)
+
+
+def _tokenizer(settings: CoordinatorSettings) -> Tokenizer:
+    # Only what is used is imported: transformers alone takes a second.
+    if settings.tokenizer == "emulated":
+        from ampd.adapters.tokenizer_emulated import EmulatedTokenizer
+
+        return EmulatedTokenizer()
+    from ampd.adapters.tokenizer_hf import HfTokenizer
+
+    return HfTokenizer(Path(settings.model))
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -35,6 +35,9 @@ class CoordinatorSettings(ProcessSettings):
     """host:port to serve clients on."""
     model_name: str = ""
     """Name that clients see; default: that of the model's folder."""
+    tokenizer: Literal["model", "emulated"] = "model"
+    """Text to tokens: by the files in the model's folder, or as the emulated engine's words;
+    `model` is then a mere name."""
     policy: str = AMPD_PAPER
     """Policy while none is set in the store."""
     policy_settings: dict[str, float | int | bool | str] = Field(default_factory=dict)

@@ -18,13 +18,14 @@ from ampd.core.model import Binding, Role
 from ampd.core.policies import DEFAULT_POLICY, resolve
 from ampd.runtime import worker_service
 from ampd.runtime.drain import WorkerDrain
+from ampd.runtime.engines import start_engine
 from ampd.runtime.heartbeat import Heartbeat
 from ampd.runtime.lifecycle import Shutdown, background_tasks, run
 from ampd.runtime.logging import configure_logging
 from ampd.runtime.process import first_policy, new_incarnation, until_idle
 from ampd.runtime.server import INTERNAL_LIMITS, GrpcServer
 from ampd.runtime.settings import EXIT_USAGE, load
-from ampd.runtime.worker import cost_model, start_engine, worker_info
+from ampd.runtime.worker import cost_model, worker_info
 from ampd.runtime.worker_service import WorkerServicer
 from ampd.worker.v1 import decode_service_pb2 as decode_pb2
 from ampd.worker.v1.decode_service_pb2_grpc import add_DecodeServiceServicer_to_server
