@@ -37,10 +37,13 @@ def extend_hashes(hashes: list[bytes], tokens: array[int], block_tokens: int) ->
     """Append the hashes of the whole blocks of `tokens` that are not in `hashes` yet; each
     covers all tokens up to its block's end."""
     parent = hashes[-1] if hashes else b""
-    for index in range(len(hashes), len(tokens) // block_tokens):
-        content = tokens[index * block_tokens : (index + 1) * block_tokens].tobytes()
-        parent = hashlib.blake2b(parent + content, digest_size=HASH_BYTES).digest()
-        hashes.append(parent)
+    size = block_tokens * tokens.itemsize
+    with memoryview(tokens) as ids, ids.cast("B") as content:
+        for start in range(len(hashes) * size, len(content) - size + 1, size):
+            state = hashlib.blake2b(parent, digest_size=HASH_BYTES)
+            state.update(content[start : start + size])
+            parent = state.digest()
+            hashes.append(parent)
 
 
 class BlockStore:

@@ -118,10 +118,10 @@ def keys(tokens: NDArray[np.uint32], start: int, state: int) -> tuple[Words, int
     return mixed + sums[:-1] * np.uint64(STATE_WEIGHT), int(sums[-1])
 
 
-def next_key(token: int, position: int, state: int) -> tuple[int, int]:
-    """`keys` of one token: its key, and F behind it."""
+def next_key(token: int, position: int, state: int, table: Tables) -> tuple[int, int]:
+    """`keys` of one token, with a table that has its position: its key, and F behind it."""
     key = (mix(token, position) + STATE_WEIGHT * state) & MASK
-    return key, (state + 2 * key * int(tables(position + 1).weights[position])) & MASK
+    return key, (state + 2 * key * int(table.weights[position])) & MASK
 
 
 def _finish(values: Words) -> Words:

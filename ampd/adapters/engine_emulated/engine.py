@@ -150,7 +150,7 @@ class EmulatedEngine:
                 ErrorReason.CONTEXT_TOO_LONG,
                 f"{length} tokens leave no room in a context of {info.max_model_tokens}",
             )
-        if max(tokens) >= info.vocab_size:
+        if np.frombuffer(tokens, np.uint32).max() >= info.vocab_size:
             raise invalid_field("tokens", f"token ids must be below {info.vocab_size}")
         if length + 1 > info.kv_capacity_tokens:
             raise AmpdError(
@@ -180,7 +180,7 @@ class EmulatedEngine:
         block = self._settings.block_tokens
         most_tokens = min(len(tokens) + max(0, more_tokens), self._settings.max_model_tokens)
         job = Request(
-            order=self._arrivals,
+            turn=self._arrivals,
             tokens=tokens,
             most_blocks=min(-(-most_tokens // block), self._store.blocks),
             decoding=decoding,

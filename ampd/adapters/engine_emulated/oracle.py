@@ -53,12 +53,13 @@ def expect(
     _, state = digest.keys(np.frombuffer(sequence, np.uint32), 0, 0)
     chooser = Chooser(sampling, vocab_size, 0)
     position = len(sequence)
+    table = digest.tables(max_model_tokens)
     new: list[int] = []
     while said.finish_reason is None:
         token_id = chooser.choose(state, position, said.tokens)
         new.append(token_id)
         said.add(token_id)
-        _, state = digest.next_key(token_id, position, state)
+        _, state = digest.next_key(token_id, position, state, table)
         position += 1
     return Expected(new, said.take_text(), said.finish_reason, said.stop_reason, said.kept_tokens)
 

@@ -60,8 +60,8 @@ class Decoding:
 class Request:
     """Instants on the engine's clock; 0.0: not yet."""
 
-    order: int
-    """Arrival number: prefills are computed in this order."""
+    turn: int
+    """Prefills are computed in this order: the arrival number, and 0 when it has begun."""
     tokens: array[int]
     """The prompt, an output that came with it included, and what was generated since."""
     most_blocks: int
@@ -85,8 +85,6 @@ class Request:
     """Leading tokens whose KV is there."""
     cached_blocks: int = 0
     """Leading blocks that the prefix cache has been told of."""
-    begun: bool = False
-    """Its prefill has been in a step."""
     cached_tokens: int = 0
     pulled_tokens: int = 0
     pulled_bytes: int = 0

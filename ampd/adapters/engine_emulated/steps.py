@@ -84,6 +84,7 @@ class Steps:
         self._clock = clock
         self._finish = finish
         self._fail = fail
+        self._table = digest.tables(settings.max_model_tokens)
         self._calibration = 1.0
         self._prefills: dict[Request, None] = {}
         self._decodes: dict[Request, None] = {}
@@ -135,11 +136,11 @@ class Steps:
         for request in self._prefills:
             if request.decoding and request.left_tokens <= self._store.block_tokens:
                 entrants.append(request)
-            elif head is None or _turn(request) < _turn(head):
+            elif head is None or request.turn < head.turn:
                 head = request
         if head is None:
             return Step(decodes, tuple(entrants), None, 0)
-        if not head.begun:
+        if head.turn:
             self._adopt_cached(head)
         most = min(head.left_tokens, self._settings.max_step_tokens)
         chunk = chunk_tokens(
@@ -211,8 +212,8 @@ class Steps:
         self._calibration = calibrate(self._calibration, self.cost.t_mixed(*shape), seconds)
 
     def _prefill(self, request: Request, count: int, started_s: float, now_s: float) -> None:
-        if not request.begun:
-            request.begun, request.compute_start_s = True, started_s
+        if request.turn:
+            request.turn, request.compute_start_s = 0, started_s
         start = request.kv_tokens
         state = self._store.digest(request.places, start)
         chunk = np.array(request.tokens[start : start + count], np.uint32)
@@ -244,7 +245,7 @@ class Steps:
         if index == len(request.blocks) and not self._grow(request):
             return
         state = store.digest(request.places, position)
-        key, state = digest.next_key(request.tokens[position], position, state)
+        key, state = digest.next_key(request.tokens[position], position, state, self._table)
         store.write_one(request.blocks[index], place, key)
         self._have(request, position + 1)
         self._say(request, state)
@@ -295,11 +296,6 @@ def share(store: BlockStore, request: Request) -> None:
     for index in range(request.cached_blocks, full):
         store.cache(request.blocks[index], request.hashes[index])
     request.cached_blocks = full
-
-
-def _turn(request: Request) -> tuple[bool, int]:
-    """A prefill that has begun goes before one that waits."""
-    return (not request.begun, request.order)
 
 
 def _progress(request: Request) -> StreamProgress:
