@@ -258,7 +258,9 @@ class GenerateRequest(_message.Message):
     """The session."""
     request_id: _builtins.str
     """Chosen by the client, at most 64 characters. Repeating that of a round which has ended
-    gives the same answer again and runs nothing. Default: none.
+    gives the same answer again and runs nothing; that of one whose stream was lost, cancelled
+    or refused half way gives its tokens again and goes on behind them, whatever the repeated
+    request says besides. ABORTED once another round has begun since. Default: none.
     With server_tools: at most 60 characters, because round n that follows has the request_id
     `<request_id>#<n>`. Repeating the request_id repeats what has finished and goes on behind it.
     A tool whose result had not been kept yet is then run again, with the same call_id: tools run
@@ -546,7 +548,9 @@ class GenerateResponse(_message.Message):
     TOOL_RETURNED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placed(self) -> Global___RoundPlaced:
-        """Where it is prefilled; the last one before the first tokens holds."""
+        """Where it is prefilled; the last one before the first tokens holds. One between tokens
+        tells that the home was lost, and that another one goes on behind them.
+        """
 
     @_builtins.property
     def tokens(self) -> Global___TokenBatch:

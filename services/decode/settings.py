@@ -22,8 +22,9 @@ class HomeLimits:
     """How long a paused session's KV is safe from eviction."""
     session_ttl_s: float = 3600.0
     """How long an idle session stays resident at all."""
-    claim_timeout_s: float = 120.0
-    """From an offer to its claim: the longest wait in a prefill queue."""
+    claim_timeout_s: float = 30.0
+    """From an offer to its claim: the longest wait in a prefill queue, and the longest that a
+    worker which took the task may stay silent. Then another one gets it."""
     prefill_timeout_s: float = 120.0
     """From a claim to its completion: the longest prefill."""
     admission_wait_s: float = 5.0
@@ -45,8 +46,8 @@ class DecodeSettings(WorkerSettings):
     """Seconds that a paused session's KV is safe from eviction."""
     session_ttl_s: PositiveFloat = 3600.0
     """Seconds that an idle session stays resident; its tokens stay in the store."""
-    claim_timeout_s: PositiveFloat = 120.0
-    """Longest wait of an offered prefill in a queue, in seconds."""
+    claim_timeout_s: PositiveFloat = 30.0
+    """Longest wait of an offered prefill in a queue, in seconds; then another worker gets it."""
     prefill_timeout_s: PositiveFloat = 120.0
     """Longest computation of a claimed prefill, in seconds."""
 
