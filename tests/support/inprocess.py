@@ -8,7 +8,8 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from stepping_engine import SteppingEngine
 
@@ -28,6 +29,7 @@ from ampd.core.model import (
     WorkerLoad,
 )
 from ampd.core.policies import resolve
+from ampd.ports import ToolRunner
 from ampd.wire.generate import RoundRequest
 from ampd.wire.sampling import SamplingRequest
 from services.coordinator.coordinator import Coordinator, Identity, RoundStreamEvent
@@ -58,8 +60,14 @@ class LocalHome:
     incarnation: int
     home: Home
     mover: SessionMover
-    engine: SteppingEngine
+    engine: Any
+    """A SteppingEngine, unless the test brings another."""
     info: WorkerInfo
+    tools: ToolRunner | None = None
+
+    def load(self) -> WorkerLoad:
+        """What it publishes."""
+        return replace(self.home.load(), tools=self.tools.names() if self.tools else ())
 
 
 @dataclass
@@ -71,6 +79,9 @@ class InProcess:
     network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
     homes: dict[str, LocalHome] = field(default_factory=dict)
     coordinators: list[Coordinator] = field(default_factory=list)
+    states: list[SharedState] = field(default_factory=list)
+    """Of the coordinators."""
+    tokenizer: Any = field(default_factory=NoTokenizer)
     policy: str = "always-local"
     write_backs: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -81,9 +92,12 @@ class InProcess:
         incarnation: int = 1,
         capacity: int = 4096,
         limits: HomeLimits | None = None,
+        engine: Any = None,
+        tools: ToolRunner | None = None,
     ) -> LocalHome:
-        """Start a decode worker, in place of an earlier life of that name."""
-        engine = SteppingEngine(STEP, capacity=capacity)
+        """Start a decode worker, in place of an earlier life of that name; `engine`: another
+        one than a SteppingEngine."""
+        engine = engine or SteppingEngine(STEP, capacity=capacity)
         limits = limits or HomeLimits(kv_lease_s=0.0)
         peers = LoopbackPeers(self.network, home_address=worker_id, home_incarnation=incarnation)
         tasks = PrefillTasks(
@@ -105,7 +119,7 @@ class InProcess:
             address=worker_id,
             host="here",
             kv_block_tokens=engine.info.block_tokens,
-            kv_capacity_tokens=capacity,
+            kv_capacity_tokens=engine.info.kv_capacity_tokens,
             max_model_tokens=engine.info.max_model_tokens,
             cost=CostModel(),
         )
@@ -118,8 +132,8 @@ class InProcess:
             chores=self.chores,
             clock=time.monotonic,
         )
-        self.network.add(worker_id, incarnation, decode=home, mover=mover)
-        self.homes[worker_id] = LocalHome(worker_id, incarnation, home, mover, engine, info)
+        self.network.add(worker_id, incarnation, decode=home, mover=mover, tools=tools)
+        self.homes[worker_id] = LocalHome(worker_id, incarnation, home, mover, engine, info, tools)
         await self.beat()
         return self.homes[worker_id]
 
@@ -141,7 +155,7 @@ class InProcess:
             store=self.store,
             state=state,
             homes=LoopbackHomes(self.network),
-            tokenizer=NoTokenizer(),  # type: ignore[arg-type]
+            tokenizer=self.tokenizer,
             limits=RoundLimits(),
             default_policy=resolve(PolicySpec(self.policy)),
             clock=time.monotonic,
@@ -149,6 +163,7 @@ class InProcess:
             tie_seed=lambda: 0,
         )
         self.coordinators.append(coordinator)
+        self.states.append(state)
         info = WorkerInfo(identity.worker_id, Role.COORDINATOR, 1, "c", "here")
         await self.store.heartbeat(info, WorkerLoad(), LEASE_S)
         return coordinator
@@ -156,7 +171,7 @@ class InProcess:
     async def beat(self) -> None:
         """Every home publishes its load."""
         for local in self.homes.values():
-            await self.store.heartbeat(local.info, local.home.load(), LEASE_S)
+            await self.store.heartbeat(local.info, local.load(), LEASE_S)
 
     def sessions(self) -> Sessions:
         """The use case beside the rounds."""
