@@ -1,5 +1,6 @@
 # Everything starts from a virtual environment in .venv, made on first use.
-MODEL ?= smollm2
+MODEL ?=
+ENGINE ?= vllm
 VENV ?= .venv
 BIN := $(VENV)/bin
 
@@ -12,8 +13,8 @@ help: ## Show this help
 install: ## Install AMPD with its CPU engine into .venv (nothing to do the second time)
 	@scripts/install.sh $(VENV)
 
-demo: install ## Run agents on a local cluster: MODEL=smollm2 (default), tiny or a folder
-	@$(BIN)/ampdctl demo --model $(MODEL)
+demo: install ## Run agents on a local cluster: MODEL=smollm2 (default), tiny or a folder; ENGINE=emulated
+	@$(BIN)/ampdctl demo --engine $(ENGINE) $(if $(MODEL),--model $(MODEL))
 
 test: install ## Run the whole test suite, the real engine included
 	$(BIN)/pytest

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Self
@@ -44,14 +45,25 @@ LOG_LINE_CHARS: Final = 500
 _HEALTH_POLL_S: Final = 0.1
 
 DEFAULT_KV_CACHE_BYTES: Final = 1 << 30
+EMULATED_KV_CACHE_BYTES: Final = 16 << 30
+"""Modelled: an emulated worker takes some 64 MiB for it at most."""
 DEFAULT_MAX_MODEL_TOKENS: Final = 8192
+
+
+class EngineKind(StrEnum):
+    """The engines that a cluster can be started with."""
+
+    VLLM = "vllm"
+    EMULATED = "emulated"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What to start. `model` is a folder (see `ampd.models.prepare`)."""
+    """What to start. `model` is a folder (see `ampd.models.prepare`), or any name for an
+    emulated engine."""
 
-    model: Path
+    model: Path | str
+    engine: EngineKind = EngineKind.VLLM
     model_name: str = ""
     """What clients see; empty: the folder's name."""
     prefill: int = 1
@@ -66,6 +78,10 @@ class ClusterSpec:
     max_model_tokens: int = DEFAULT_MAX_MODEL_TOKENS
     threads: int | None = None
     """Per worker; None: the machine's cores shared out evenly, at least one."""
+    profile: str | None = None
+    """Cost model of the workers: a file or a built-in name; None: measured, or all is free."""
+    time_scale: float = 1.0
+    """How long a second of the profile takes on an emulated engine."""
     profile_dir: Path | None = None
     """Where workers keep what they measured of themselves; None: below the run directory."""
 
@@ -222,6 +238,7 @@ class _Launch:
 
 def _launches(spec: ClusterSpec, run_dir: Path) -> list[_Launch]:
     """Every service's command line. Workers first: they take longest."""
+    emulated = spec.engine is EngineKind.EMULATED
     workers = [(Role.PREFILL, i) for i in range(spec.prefill)]
     workers += [(Role.DECODE, i) for i in range(spec.decode)]
     ports = iter(free_ports(2 * len(workers) + spec.coordinators))
@@ -233,6 +250,9 @@ def _launches(spec: ClusterSpec, run_dir: Path) -> list[_Launch]:
             {
                 "listen": address,
                 "model": spec.model,
+                "engine": spec.engine,
+                "profile": spec.profile,
+                "time-scale": spec.time_scale if emulated else None,
                 "worker-id": name,
                 "kv-cache-bytes": spec.kv_cache_bytes,
                 "threads": spec.worker_threads,
@@ -250,6 +270,7 @@ def _launches(spec: ClusterSpec, run_dir: Path) -> list[_Launch]:
                 "listen": address,
                 "model": spec.model,
                 "model-name": spec.model_name or None,
+                "tokenizer": "emulated" if emulated else None,
                 "worker-id": name,
                 "policy": spec.policy,
                 "ttft-slo-s": spec.ttft_slo_s,

@@ -16,7 +16,7 @@ import typer
 from google.protobuf.duration_pb2 import Duration
 
 import ampd
-from ampd.cli.cluster import ClusterSpec, LocalCluster
+from ampd.cli.cluster import EMULATED_KV_CACHE_BYTES, ClusterSpec, EngineKind, LocalCluster
 from ampd.cli.console import say
 from ampd.cli.demo_agents import Agent, Script, Tools, Unloaded, calibrate
 from ampd.cli.demo_report import (
@@ -30,13 +30,13 @@ from ampd.cli.demo_report import (
 )
 from ampd.cli.demo_tools import Retriever, load_passages
 from ampd.cli.errors import CliError
-from ampd.cli.options import Model
+from ampd.cli.options import EngineOption, Model, Profile, TimeScale, served_model
 from ampd.cli.output import print_table, seconds
 from ampd.cli.runner import run_async
 from ampd.client import AmpdClient
 from ampd.core.errors import AmpdError
 from ampd.core.model import Slo
-from ampd.models import cache_dir, prepare
+from ampd.models import cache_dir
 from ampd.v1.session_pb2 import Slo as SloMessage
 from ampd.v1.worker_pb2 import WorkerRole
 from ampd.wire.times import duration_to_proto
@@ -51,6 +51,9 @@ PREDICTED_TTFT_SLO_FACTOR: Final = 5.0
 now, unloaded rounds take much longer than they need to."""
 KV_CACHE_BYTES: Final = 1 << 30
 MAX_MODEL_TOKENS: Final = 4096
+EMULATED_MAX_MODEL_TOKENS: Final = 32_768
+"""A token of text is a byte here: the agents' passages are long."""
+EMULATED_PROFILE: Final = "gpu:h100_sxm/Qwen3-32B/tp1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,10 @@ class Outcome:
 
 
 def demo(
-    model: Model = "smollm2",
+    model: Model = None,
+    engine: EngineOption = EngineKind.VLLM,
+    profile: Profile = None,
+    time_scale: TimeScale = 1.0,
     sessions: Annotated[int, typer.Option(min=1, help="Agents at the same time.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each agent.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 24,
@@ -90,12 +96,23 @@ def demo(
             hint="--docs FOLDER names some; AMPD's own are in its source tree",
         )
     tools = Tools(Retriever(passages))
+    served, model_name = served_model(engine, model)
+    emulated = engine is EngineKind.EMULATED
+    if emulated:
+        profile = profile or EMULATED_PROFILE
+        say(
+            f"the engine is emulated: it takes its time from {profile}, and what it says is no "
+            "language; tools, sessions, decisions and the KV that moves are real"
+        )
     spec = ClusterSpec(
-        model=prepare(model, progress=say),
-        model_name=Path(model).name,
+        model=served,
+        model_name=model_name,
+        engine=engine,
+        profile=profile,
+        time_scale=time_scale,
         policy=policy,
-        kv_cache_bytes=KV_CACHE_BYTES,
-        max_model_tokens=MAX_MODEL_TOKENS,
+        kv_cache_bytes=EMULATED_KV_CACHE_BYTES if emulated else KV_CACHE_BYTES,
+        max_model_tokens=EMULATED_MAX_MODEL_TOKENS if emulated else MAX_MODEL_TOKENS,
         profile_dir=cache_dir() / "profiles",
     )
     run_dir = _fresh_run_dir()

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from ampd.cli import policy, session, worker
+from ampd.cli import policy, profile, session, worker
 from ampd.cli.chat import chat
 from ampd.cli.console import say_error
 from ampd.cli.demo import demo
@@ -30,6 +30,7 @@ for command in (demo, up, down, status, chat, version):
 app.add_typer(worker.app, name="worker")
 app.add_typer(session.app, name="session")
 app.add_typer(policy.app, name="policy")
+app.add_typer(profile.app, name="profile")
 
 
 def main() -> None:

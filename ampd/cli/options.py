@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
+from ampd.cli.cluster import EngineKind
+from ampd.cli.console import say
 from ampd.cli.errors import CliError, ExitCode
 from ampd.cli.output import Format
 from ampd.cli.state import read_state
 from ampd.client import AmpdClient
+from ampd.models import SMOLLM2, prepare
 from ampd.wire.names import DEFAULT_TENANT
 
 Address = Annotated[
@@ -24,10 +28,44 @@ Address = Annotated[
 Tenant = Annotated[str, typer.Option("--tenant", envvar="AMPD_TENANT", help="Whose sessions.")]
 Output = Annotated[Format, typer.Option("-o", "--output", help="How to print.")]
 Model = Annotated[
-    str, typer.Option("--model", help="smollm2, tiny, or the folder of a Hugging Face model.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="smollm2 (default), tiny, or the folder of a Hugging Face model; for an emulated "
+        "engine any name.",
+        show_default=False,
+    ),
+]
+EngineOption = Annotated[
+    EngineKind,
+    typer.Option("--engine", help="emulated: no model, words that are no language, real KV."),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        help="Cost model of the workers: a file, or a name of `ampdctl profile list`.",
+        show_default=False,
+    ),
+]
+TimeScale = Annotated[
+    float,
+    typer.Option("--time-scale", min=0, help="Emulated: how long a second of the profile takes."),
 ]
 
 TENANT = DEFAULT_TENANT
+DEFAULT_MODEL: Final = SMOLLM2
+DEFAULT_EMULATED_MODEL: Final = "emulated"
+
+
+def served_model(engine: EngineKind, model: str | None) -> tuple[str, str]:
+    """What the services get as model, and the name that clients see. Blocks where a model has
+    to be made (see `prepare`); an emulated engine needs none."""
+    if engine is EngineKind.EMULATED:
+        name = model or DEFAULT_EMULATED_MODEL
+        return name, name
+    model = model or DEFAULT_MODEL
+    return str(prepare(model, progress=say)), Path(model).name
 
 
 def connect(address: str, tenant: str = TENANT) -> AmpdClient:

@@ -21,15 +21,17 @@ import typer
 from ampd.cli.cluster import (
     DEFAULT_KV_CACHE_BYTES,
     DEFAULT_MAX_MODEL_TOKENS,
+    EMULATED_KV_CACHE_BYTES,
     START_TIMEOUT_S,
     STOP_GRACE_S,
     ClusterSpec,
+    EngineKind,
     LocalCluster,
     ServiceProcess,
 )
 from ampd.cli.console import say
 from ampd.cli.errors import CliError
-from ampd.cli.options import Model
+from ampd.cli.options import EngineOption, Model, Profile, TimeScale, served_model
 from ampd.cli.runner import run_async
 from ampd.cli.state import (
     ClusterState,
@@ -41,14 +43,17 @@ from ampd.cli.state import (
     sole_supervisor,
     write_state,
 )
-from ampd.models import cache_dir, prepare
+from ampd.models import cache_dir
 
 _POLL_S: Final = 0.1
 _MIB: Final = 1 << 20
 
 
 def up(
-    model: Model = "smollm2",
+    model: Model = None,
+    engine: EngineOption = EngineKind.VLLM,
+    profile: Profile = None,
+    time_scale: TimeScale = 1.0,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     coordinators: Annotated[int, typer.Option(min=1, help="Coordinators.")] = 1,
@@ -60,8 +65,13 @@ def up(
         float | None, typer.Option(min=0, help="ITL SLO in seconds.", show_default=False)
     ] = None,
     kv_cache_mib: Annotated[
-        int, typer.Option(min=1, help="KV memory of each worker in MiB.")
-    ] = DEFAULT_KV_CACHE_BYTES // _MIB,
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV memory of each worker in MiB: 1024, or 16384 modelled ones.",
+            show_default=False,
+        ),
+    ] = None,
     max_model_tokens: Annotated[
         int, typer.Option(min=1, help="Longest sequence in tokens.")
     ] = DEFAULT_MAX_MODEL_TOKENS,
@@ -70,16 +80,22 @@ def up(
     ] = False,
 ) -> None:
     """Start a local cluster: embedded store, coordinator, prefill and decode workers."""
+    served, model_name = served_model(engine, model)
+    emulated = engine is EngineKind.EMULATED
+    default_kv_bytes = EMULATED_KV_CACHE_BYTES if emulated else DEFAULT_KV_CACHE_BYTES
     spec = ClusterSpec(
-        model=prepare(model, progress=say),
-        model_name=Path(model).name,
+        model=served,
+        model_name=model_name,
+        engine=engine,
+        profile=profile,
+        time_scale=time_scale,
         prefill=prefill,
         decode=decode,
         coordinators=coordinators,
         policy=policy,
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
-        kv_cache_bytes=kv_cache_mib * _MIB,
+        kv_cache_bytes=kv_cache_mib * _MIB if kv_cache_mib else default_kv_bytes,
         max_model_tokens=max_model_tokens,
         profile_dir=cache_dir() / "profiles",
     )

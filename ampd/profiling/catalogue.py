@@ -38,7 +38,7 @@ _ROOFLINE: Final[Mapping[str, str]] = {
 
 def profile_names() -> tuple[str, ...]:
     """All built-in profiles."""
-    return tuple(_keys())
+    return tuple(built_in_profiles())
 
 
 def open_profile(source: str) -> Profile:
@@ -49,7 +49,7 @@ def open_profile(source: str) -> Profile:
     """
     if not source.startswith(PREFIX):
         return read_profile(Path(source))
-    key = _keys().get(source)
+    key = built_in_profiles().get(source)
     if key is None:
         known = ", ".join(profile_names())
         raise invalid_field(source, f"no such built-in profile; known: {known}")
@@ -57,7 +57,8 @@ def open_profile(source: str) -> Profile:
 
 
 @cache
-def _keys() -> Mapping[str, TableKey]:
+def built_in_profiles() -> Mapping[str, TableKey]:
+    """What each name stands for; the engine of an estimate is `roofline`."""
     estimated = [
         TableKey(gpu.name, "roofline", model.name, tp)
         for gpu in GPUS
