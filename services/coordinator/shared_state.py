@@ -227,7 +227,10 @@ class SharedState:
                 self._note(
                     lifecycle.discard(round_.session, resumable=resumable, now_unix_s=now_unix_s)
                 )
-            self._write_later(ended)
+            try:
+                self._write_later(ended)
+            except AmpdError as full:
+                log.error("discard_not_written", session=session_id, error=full.message)  # noqa: TRY400
         return False
 
     def _write_later(self, write: PendingWrite) -> None:
