@@ -230,7 +230,7 @@ class SharedState:
             try:
                 self._write_later(ended)
             except AmpdError as full:
-                log.error("discard_not_written", session=session_id, error=full.message)  # noqa: TRY400
+                log.error("discard_not_written", session=session_id, error=full.message)
         return False
 
     def _write_later(self, write: PendingWrite) -> None:
