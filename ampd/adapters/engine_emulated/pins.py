@@ -159,5 +159,5 @@ class PinTable:
             raise AssertionError(f"loans: {stands} stand in memory, {lent} are alive")
         if {pin.loan_id for pin in self._loans.values()} != set(self._loans):
             raise AssertionError("loans: a pin has another loan than is kept")
-        if sorted([*self._slots, *lent]) != list(range(MAX_LOANS)):
+        if len(self._slots) + len(lent) != MAX_LOANS or not lent.keys().isdisjoint(self._slots):
             raise AssertionError("loans: a slot is lost")
