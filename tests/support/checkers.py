@@ -27,10 +27,9 @@ RETRIABLE: Final = frozenset(
         ErrorReason.WORKER_UNAVAILABLE,
         ErrorReason.STORE_UNAVAILABLE,
         ErrorReason.DRAINING,
-        ErrorReason.SESSION_CONFLICT,
     }
 )
-"""What faults may show a client: UNAVAILABLE and ABORTED."""
+"""What faults may show a client: UNAVAILABLE."""
 FULL: Final = frozenset({ErrorReason.KV_EXHAUSTED, ErrorReason.QUEUE_FULL})
 """RESOURCE_EXHAUSTED: only with a hint."""
 
@@ -40,7 +39,9 @@ class Allowed:
     """What a run's faults excuse."""
 
     faults: bool = True
-    """UNAVAILABLE and ABORTED may be seen."""
+    """UNAVAILABLE may be seen."""
+    conflicts: bool = True
+    """ABORTED may be seen."""
     full: bool = True
     """RESOURCE_EXHAUSTED may be seen."""
 
@@ -127,7 +128,8 @@ class Judge:
             ask,
             f"{len(seen.tokens)} tokens over a history of {told} tokens; the client knows of "
             f"{lengths}, of which so many tokens are right: {right}; finished: "
-            f"{seen.finished is not None}",
+            f"{seen.finished is not None}; told {_short(seen.tokens)}, not "
+            f"{_short(self.expected(histories[0], ask))}",
         )
 
     def _judge_finished(self, ask: Ask, history: list[int], seen: Seen) -> None:
@@ -154,7 +156,7 @@ class Judge:
         gone = reason is ErrorReason.SESSION_NOT_FOUND
         if gone and (ask.own_close or self._store_lost(ask.session)):
             return
-        if reason is ErrorReason.SESSION_CONFLICT and ask.own_close:
+        if reason is ErrorReason.SESSION_CONFLICT and self._allowed.conflicts:
             return
         self._violate(ask, f"{reason}: {error.message}")
 
@@ -178,6 +180,7 @@ class Books:
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
         self._passed: Counter[str] = Counter()
+        self._seen: dict[Any, Any] = {}
         self._at_two_s: dict[str, float] = {}
         cluster.on_take = self._taken
 
@@ -191,17 +194,25 @@ class Books:
         """At this moment."""
         for life in self._cluster.lives.values():
             if life.alive:
-                self._balance(life)
+                with life.process.current():
+                    self._balance(life)
         self._homes()
 
     def _balance(self, life: Life) -> None:
         try:
             if (home := life.parts.get("home")) is not None:
                 home._ledger.check()
-            if (engine := life.parts.get("engine")) is not None:
+            if (engine := life.parts.get("engine")) is not None and self._has_changed(engine):
                 engine.check()
         except AssertionError as error:
             self._cluster.violate(f"the books of {life.name}: {error}")
+
+    def _has_changed(self, engine: Any) -> bool:
+        """Since the last look: going through every block takes longer than a round."""
+        stats, pins = engine.stats(), engine._pins
+        now = (stats, engine._arrivals, len(pins), pins.loans)
+        before, self._seen[engine] = self._seen.get(engine), now
+        return before != now
 
     def _homes(self) -> None:
         """No session stays at two homes."""
@@ -240,9 +251,8 @@ def left_overs(cluster: SimCluster) -> list[str]:
         if not life.alive:
             found.append(f"{life.name} is not alive")
             continue
-        for what, count in _holdings(life).items():
-            if count:
-                found.append(f"{life.name}: {what} = {count}")
+        with life.process.current():
+            found += [f"{life.name}: {k} = {n}" for k, n in _holdings(life).items() if n]
     calls = [f"{call.client}: {call.method}" for call in cluster.network.calls.values()]
     found += [
         f"a call of {what}"
@@ -288,8 +298,13 @@ def _kept(history: list[int], ask: Ask) -> list[int]:
     return history if ask.keep is None else history[: ask.keep]
 
 
+def _short(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens[:24]))
+
+
 def _common(one: list[int], other: list[int]) -> int:
     """Length of the common beginning."""
     return next(
-        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
     )

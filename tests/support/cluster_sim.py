@@ -32,9 +32,12 @@ from sim_store import SNAPSHOT_S, SimStore
 from virtual_grpc import VirtualNetwork
 from virtual_loop import PROCESS, SimProcess, VirtualLoop
 
+from ampd.adapters.engine_emulated import blocks as engine_blocks
+from ampd.adapters.engine_emulated import pins as engine_pins
+from ampd.adapters.tools.entry_points import EntryPointTools
+from ampd.adapters.tools.parsers import load_parser
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import Role
-from ampd.core.policies import resolve
 from ampd.core.prefill_queue import PrefillQueue, QueuedPrefill
 from ampd.runtime.lifecycle import BackgroundCrash, Shutdown
 from ampd.runtime.process import ProcessSettings
@@ -49,6 +52,8 @@ UNIX_S: Final = 1_700_000_000.0
 """Wall clock at virtual second 0."""
 LOG_LINES: Final = 400
 """The last events of a run that a failure shows."""
+MAX_LOANS: Final = 64
+"""Of an engine at a time: within reach."""
 GRACE_S: Final = 8.0
 """From SIGTERM to SIGKILL."""
 
@@ -72,6 +77,7 @@ class SimShape:
     max_sessions: int = 4096
     max_queued_tasks: int = 64
     max_running_rounds: int = 1024
+    max_running_requests: int = 64
     claim_timeout_s: float = 20.0
     prefill_timeout_s: float = 20.0
 
@@ -162,7 +168,8 @@ class SimCluster:
         process = SimProcess(
             name,
             clock_offset_s=self.rng.uniform(0, 1e6),
-            wall_skew_s=self.rng.uniform(-2.0, 2.0),
+            # A host's clock is wrong for all lives on it: a later one has a later time.
+            wall_skew_s=before.process.wall_skew_s if before else self.rng.uniform(-2.0, 2.0),
         )
         life = Life(name, role, self._numbers, process, Shutdown())
         if before is not None:
@@ -179,13 +186,12 @@ class SimCluster:
         except asyncio.CancelledError:
             life.ended_well = False
             raise
-        except BackgroundCrash as crash:
-            # A newer life under the same name has ended this one, or it is a defect: the log
-            # of the run tells, and the checkers.
-            life.ended_well = False
-            self.note("crashed", life.name, crash)
         except Exception as error:  # noqa: BLE001 - a finding
             life.ended_well = False
+            if _is_background(error):
+                # A defect, or a newer life under the same name: `_log_line` has seen which.
+                self.note("crashed", life.name)
+                return
             self.violate(f"{life.name} crashed: {'; '.join(_leaves(error))}")
         finally:
             life.process.freeze()
@@ -205,30 +211,28 @@ class SimCluster:
         }
         match life.role:
             case Role.COORDINATOR:
-                policy = resolve(
-                    CoordinatorSettings(policy=shape.policy, **common).default_policy()
-                )
                 settings = CoordinatorSettings(
                     policy=shape.policy, max_running_rounds=shape.max_running_rounds, **common
                 )
-                await coordinator_main.serve(settings, policy, life.shutdown)
+                policy = settings.default_policy()
+                parser = load_parser(settings.tool_call_parser)
+                await coordinator_main.serve(settings, policy, parser, life.shutdown)
             case Role.PREFILL:
                 await prefill_main.serve(
                     PrefillSettings(max_queued_tasks=shape.max_queued_tasks, **common),
                     life.shutdown,
                 )
             case Role.DECODE:
-                await decode_main.serve(
-                    DecodeSettings(
-                        max_sessions=shape.max_sessions,
-                        session_kv_lease_s=shape.kv_lease_s,
-                        session_ttl_s=shape.session_ttl_s,
-                        claim_timeout_s=shape.claim_timeout_s,
-                        prefill_timeout_s=shape.prefill_timeout_s,
-                        **common,
-                    ),
-                    life.shutdown,
+                decode_settings = DecodeSettings(
+                    max_sessions=shape.max_sessions,
+                    session_kv_lease_s=shape.kv_lease_s,
+                    session_ttl_s=shape.session_ttl_s,
+                    claim_timeout_s=shape.claim_timeout_s,
+                    prefill_timeout_s=shape.prefill_timeout_s,
+                    **common,
                 )
+                tools = EntryPointTools(decode_settings.tools, decode_settings.tool_limits())
+                await decode_main.serve(decode_settings, tools, life.shutdown)
 
     def kill(self, name: str, *, silent: bool = False) -> None:
         """SIGKILL (or, silent: the host is gone without a word): it takes no further step."""
@@ -302,7 +306,9 @@ class SimCluster:
             stack.callback(random.setstate, state)
             random.seed(self._uuids.getrandbits(64))
             put(ProcessSettings, "open_store", self._open_store)
-            put(coordinator_main, "HfTokenizer", _tokenizer)
+            put(coordinator_main, "_tokenizer", _tokenizer)
+            for limits in (engine_blocks, engine_pins):
+                put(limits, "MAX_LOANS", MAX_LOANS)
             for module in (prefill_main, decode_main):
                 put(module, "start_engine", self._start_engine)
                 put(module, "cost_model", self._cost_model)
@@ -369,6 +375,12 @@ class SimCluster:
         if method == "error" and isinstance(error, BaseException) and not replaced:
             self.violate(f"logged {event.get('event')}: {type(error).__name__}: {error}")
         raise structlog.DropEvent
+
+
+def _is_background(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_background(inner) for inner in error.exceptions)
+    return isinstance(error, BackgroundCrash)
 
 
 def _leaves(error: BaseException) -> list[str]:

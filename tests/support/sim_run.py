@@ -153,7 +153,12 @@ async def _run(seed: int, name: str, held: list[SimCluster], edges: ExitStack, l
     shape = _drawn(seed, profile.shape)
     cluster = SimCluster(seed, shape, lines=lines)
     held.append(cluster)
-    allowed = Allowed(faults=name not in ("calm", "clients", "pressure"), full=name != "calm")
+    calm = name == "calm"
+    allowed = Allowed(
+        faults=not calm and name not in ("clients", "pressure"),
+        conflicts=not calm,
+        full=not calm,
+    )
     judge, books = Judge(cluster, allowed), Books(cluster)
     edges.enter_context(cluster.installed())
     cluster.start_all()

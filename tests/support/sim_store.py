@@ -53,6 +53,7 @@ class SimStore:
         self._clock = clock
         self.state = MemoryStateStore(clock=clock)
         self._snapshots: list[tuple[float, MemoryStateStore]] = []
+        self.lives = 1
         self.on_write: Callable[[str, tuple[Any, ...], Any], None] = lambda *_: None
 
     def client(self, process: SimProcess) -> SimStoreClient:
@@ -74,6 +75,7 @@ class SimStore:
             self._note("store", "lost what is newer than", round(taken_s, 3))
             self.state = _copied(kept, self._clock)
             self.lost_s.append(self._clock())
+        self.lives += 1
         self.up = True
 
     def reaches(self, process: SimProcess) -> bool:
@@ -87,6 +89,7 @@ class SimStoreClient:
     def __init__(self, server: SimStore, process: SimProcess) -> None:
         self._server = server
         self._process = process
+        self._life = ""
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(MemoryStateStore, name)
@@ -97,6 +100,11 @@ class SimStoreClient:
             return await self._call(name, args, kwargs)
 
         return operation
+
+    @property
+    def life(self) -> str:
+        """See the port."""
+        return self._life
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -114,6 +122,7 @@ class SimStoreClient:
         refused = dice < faults.refused_share
         unanswered = not refused and dice < faults.refused_share + faults.unanswered_share
         own, nobody = _in(self._process), _in(None)
+        life = ""
 
         def reply(result: Any, error: Exception | None) -> None:
             if answer.done():
@@ -124,12 +133,14 @@ class SimStoreClient:
                 answer.set_result(result)
 
         def arrive() -> None:
+            nonlocal life
             if refused or not server.up:
                 loop.call_later(back_s, reply, None, _unavailable("refused"), context=own)
                 return
             if not server.reaches(self._process):
                 return  # silence: the client's patience ends it
             result, error = _now(getattr(server.state, name), args, kwargs)
+            life = f"life {server.lives}"
             if error is None:
                 server.on_write(name, args, result)
             if not unanswered:
@@ -138,9 +149,12 @@ class SimStoreClient:
         loop.call_later(there_s, arrive, context=nobody)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await answer
+                result = await answer
         except TimeoutError:
             raise _unavailable("timed out") from None
+        if name == "heartbeat":
+            self._life = life
+        return result
 
 
 def _now(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

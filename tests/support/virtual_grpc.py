@@ -62,7 +62,8 @@ IDEMPOTENT: Final = frozenset({"Offer", "Withdraw", "Release", "CreateSession", 
 class _Cut:
     """A pair that cannot reach each other, and what waits on the wire."""
 
-    since_s: float
+    number: int = 0
+    healed: bool = False
     held: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -84,20 +85,31 @@ class VirtualNetwork:
     def cut(self, one: SimProcess, other: SimProcess) -> None:
         """Nothing passes between the two, and no one is told."""
         pair = frozenset((one, other))
-        if pair in self._cuts:
-            return
-        self._cuts[pair] = cut = _Cut(_now())
+        cut = self._cuts.setdefault(pair, _Cut())
+        cut.healed, cut.number = False, cut.number + 1
+        number = cut.number
         for call in self._between(pair):
-            call.break_later(CLIENT_KEEPALIVE_S, SERVER_KEEPALIVE_S, lambda: self._is(pair, cut))
+            call.break_later(
+                CLIENT_KEEPALIVE_S, SERVER_KEEPALIVE_S, lambda: self._is_cut(pair, number)
+            )
 
     def heal(self, one: SimProcess, other: SimProcess) -> None:
-        """Messages pass again; those of connections that have broken meanwhile are lost."""
-        cut = self._cuts.pop(frozenset((one, other)), None)
-        if cut is not None:
-            for deliver in cut.held:
-                asyncio.get_running_loop().call_later(
-                    RETRANSMIT_S, deliver, context=contextvars.Context()
-                )
+        """Messages pass again, in their order; those of connections that have broken meanwhile
+        are lost."""
+        pair = frozenset((one, other))
+        cut = self._cuts.get(pair)
+        if cut is None or cut.healed:
+            return
+        cut.healed = True
+        number = cut.number
+
+        def flush() -> None:
+            if cut.healed and cut.number == number:
+                del self._cuts[pair]
+                for deliver in cut.held:
+                    deliver()
+
+        asyncio.get_running_loop().call_later(RETRANSMIT_S, flush, context=_of(None))
 
     def heal_all(self) -> None:
         """Every pair reaches each other again."""
@@ -112,8 +124,9 @@ class VirtualNetwork:
             for task in server.running
         ]
 
-    def _is(self, pair: frozenset[SimProcess], cut: _Cut) -> bool:
-        return self._cuts.get(pair) is cut
+    def _is_cut(self, pair: frozenset[SimProcess], number: int | None = None) -> bool:
+        cut = self._cuts.get(pair)
+        return cut is not None and not cut.healed and number in (None, cut.number)
 
     def _between(self, pair: frozenset[SimProcess]) -> list[VirtualCall]:
         return [call for call in self.calls.values() if pair == {call.client, call.server}]
@@ -154,11 +167,8 @@ class VirtualNetwork:
         pair = frozenset((call.client, call.server))
 
         def deliver() -> None:
-            cut = self._cuts.get(pair)
-            if cut is not None:
-                cut.held.append(
-                    lambda: asyncio.get_running_loop().call_soon(deliver, context=_of(None))
-                )
+            if (cut := self._cuts.get(pair)) is not None:
+                cut.held.append(deliver)
                 return
             asyncio.get_running_loop().call_soon(arrive, context=_of(to))
 
@@ -196,7 +206,7 @@ class VirtualNetwork:
             call.fail_later(wait_s, f"nobody answers at {address}")
             return
         call.server, call.host = server.process, server
-        if frozenset((call.client, server.process)) in self._cuts:
+        if self._is_cut(frozenset((call.client, server.process))):
             call.fail_later(0.1 + rng.random(), f"{address} cannot be reached")
             return
         self.calls[call.number] = call
