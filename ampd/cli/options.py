@@ -13,7 +13,9 @@ from ampd.cli.errors import CliError, ExitCode
 from ampd.cli.output import Format
 from ampd.cli.state import read_state
 from ampd.client import AmpdClient
+from ampd.core.errors import AmpdError
 from ampd.models import SMOLLM2, prepare
+from ampd.profiling.catalogue import open_profile
 from ampd.wire.names import DEFAULT_TENANT
 
 Address = Annotated[
@@ -40,10 +42,25 @@ EngineOption = Annotated[
     EngineKind,
     typer.Option("--engine", help="emulated: no model, words that are no language, real KV."),
 ]
+
+
+def _usable_profile(source: str | None) -> str | None:
+    """Refused before anything is started."""
+    if source is not None:
+        try:
+            open_profile(source)
+        except AmpdError as error:
+            raise typer.BadParameter(error.message) from error
+        except OSError as error:
+            raise typer.BadParameter(str(error)) from error
+    return source
+
+
 Profile = Annotated[
     str | None,
     typer.Option(
         "--profile",
+        callback=_usable_profile,
         help="Cost model of the workers: a file, or a name of `ampdctl profile list`.",
         show_default=False,
     ),
