@@ -33,7 +33,11 @@ def install(folder: Path, patch: pytest.MonkeyPatch) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tools-for-tests\nVersion: 1\n")
     lines = [f"{name} = tools_for_tests:{name}" for name in NAMES]
     lines += ["nowhere = tools_for_tests:nowhere", "with_extra = tools_for_tests:echo [extra]"]
-    parsers = "[ampd.tool_call_parsers]\nlines = tools_for_tests:echo\nbroken = tools_for_tests:no"
+    parsers = (
+        "[ampd.tool_call_parsers]\n"
+        "every_round = tools_for_tests:_every_round\n"
+        "broken = tools_for_tests:no"
+    )
     (info / "entry_points.txt").write_text("[ampd.tools]\n" + "\n".join([*lines, parsers]) + "\n")
     patch.syspath_prepend(str(folder))
     modules = str(Path(tools_for_tests.__file__).parent)

@@ -1,14 +1,17 @@
-"""Tools, good and bad, as a package would register them (see tool_package)."""
+"""Tools, good and bad, and a parser, as a package would register them (see tool_package)."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from ampd.core.tool_calls import ParsedCall
 
 FOREVER_S = 120.0
 
@@ -99,6 +102,12 @@ def count_calls(log: str, fails: int = 0) -> str:
     if calls <= fails:
         raise RuntimeError(f"failure {calls}")
     return str(calls)
+
+
+def _every_round(text: str) -> list[ParsedCall]:
+    """Whatever the model says, it calls two tools with it."""
+    arguments = json.dumps({"text": text})
+    return [ParsedCall("echo", arguments), ParsedCall("job", arguments)]
 
 
 def _note(path: str, *pids: int) -> None:
