@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tomllib
 from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -375,6 +376,30 @@ async def test_of_two_tools_of_one_name_the_first_runs(
     box = ToolBox([EntryPointTools(("echo",), LIMITS), runner], max_running=2)
     assert box.names() == ("echo",)
     assert (await box.run(call("echo", text="a"))).content == "a"
+
+
+# --- the example --------------------------------------------------------------------------
+
+
+async def test_the_example_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = Path(__file__).parents[2] / "examples" / "tools"
+    project = tomllib.loads((example / "pyproject.toml").read_text())["project"]
+    lines: list[str] = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    info = tmp_path / "example-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    for folder in (tmp_path, example):
+        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(example))
+    (parsed,) = load_parser("count_answers")("some words said")
+    returned = await EntryPointTools([parsed.name], LIMITS).run(
+        ToolCall("s", "c", parsed.name, parsed.arguments)
+    )
+    assert json.loads(returned.content) == {"words": 3, "characters": 15}
+    assert not returned.failed
 
 
 # --- parsers ------------------------------------------------------------------------------
