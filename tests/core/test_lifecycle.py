@@ -44,6 +44,7 @@ CALLS = {
     "bind": lambda record: lifecycle.bind(record, Binding("d", 1)),
     "settle": settle,
     "discard": lambda record: lifecycle.discard(record, now_unix_s=6.0),
+    "use": lambda record: lifecycle.use(record, now_unix_s=6.0),
     "close": lambda record: lifecycle.close(record, request_id="", now_unix_s=6.0),
 }
 TABLE = {
@@ -51,16 +52,19 @@ TABLE = {
     ("idle", "bind"): ErrorReason.SESSION_CONFLICT,
     ("idle", "settle"): ErrorReason.SESSION_CONFLICT,
     ("idle", "discard"): ErrorReason.SESSION_CONFLICT,
+    ("idle", "use"): SessionState.IDLE,
     ("idle", "close"): SessionState.CLOSED,
     ("running", "begin"): ErrorReason.ROUND_RUNNING,
     ("running", "bind"): SessionState.RUNNING,
     ("running", "settle"): SessionState.IDLE,
     ("running", "discard"): SessionState.IDLE,
+    ("running", "use"): ErrorReason.ROUND_RUNNING,
     ("running", "close"): SessionState.CLOSED,
     ("closed", "begin"): ErrorReason.SESSION_NOT_FOUND,
     ("closed", "bind"): ErrorReason.SESSION_CONFLICT,
     ("closed", "settle"): ErrorReason.SESSION_CONFLICT,
     ("closed", "discard"): ErrorReason.SESSION_CONFLICT,
+    ("closed", "use"): ErrorReason.SESSION_NOT_FOUND,
     ("closed", "close"): ErrorReason.SESSION_NOT_FOUND,
 }
 

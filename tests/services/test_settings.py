@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
+from ampd.adapters.tools.limits import ToolLimits
 from ampd.runtime.settings import ServiceSettings, load
+from services.coordinator import main as coordinator_main
 from services.coordinator.settings import CoordinatorSettings
+from services.decode import main as decode_main
 from services.decode.settings import DecodeSettings
 from services.prefill.settings import PrefillSettings
 
@@ -80,3 +85,36 @@ def test_an_emulated_worker_counts_in_its_profiles_bytes() -> None:
     h100 = ("--profile", "gpu:h100_sxm/Qwen3-32B/tp1")
     assert settings(*h100).modelled_kv_bytes_per_token == 262_144
     assert settings(*h100, "--kv-bytes-per-token", "9").modelled_kv_bytes_per_token == 9
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "said"),
+    [
+        (decode_main, {"--tools": "nothing"}, "no installed package registers 'nothing'"),
+        (decode_main, {"--tool-services": "h:0"}, "tool_services"),
+        (decode_main, {"--max-tool-output-bytes": "4194305"}, "max_tool_output_bytes"),
+        (decode_main, {"--max-running-tools": "0"}, "max_running_tools"),
+        (coordinator_main, {"--tool-call-parser": "nothing"}, "none of hermes"),
+    ],
+)
+def test_tools_that_cannot_be_are_usage(
+    program: ModuleType,
+    flags: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["x", *(w for pair in (GOOD | flags).items() for w in pair)])
+    # It is nothing to this process how a program logs.
+    monkeypatch.setattr(program, "configure_logging", lambda **_: None)
+    with pytest.raises(SystemExit) as caught:
+        program.main()
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_tools_are_a_list_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPD_TOOLS", '["a", "b"]')
+    settings = load(DecodeSettings, [word for pair in GOOD.items() for word in pair])
+    assert settings.tools == ("a", "b")
+    assert settings.tool_limits() == ToolLimits(timeout_s=30.0, max_output_bytes=65536)

@@ -101,13 +101,15 @@ async def _child() -> AsyncGenerator[tuple[Process, socket.socket], None]:
     with ours:
         ours.setblocking(False)
         with theirs:
-            # The start is waited for even when it is cancelled: a process that nobody knows
-            # would never be killed.
+            # The start is waited for however often it is cancelled: a process that nobody
+            # knows would never be killed.
             starting = asyncio.ensure_future(asyncio.to_thread(_start, theirs.fileno()))
             try:
                 process = await asyncio.shield(starting)
             except asyncio.CancelledError:
-                await asyncio.wait({starting})
+                while not starting.done():
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait({starting})
                 if not starting.cancelled() and starting.exception() is None:
                     await _kill(starting.result())
                 raise
