@@ -12,6 +12,7 @@ from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import DrainStatus
 from ampd.core.moving import RemainingRound, drain_estimate_s
+from ampd.ports import Clock
 from services.decode.home import Home
 from services.decode.moving import SessionMover
 from services.decode.round import RunningRound
@@ -23,16 +24,19 @@ CONCURRENT_MOVES: Final = 4
 MAX_ATTEMPTS: Final = 3
 """Per session; the store has the tokens of one that could not be moved."""
 RETRY_S: Final = 0.3
+STORE_WAIT_S: Final = 10.0
+"""How long, behind the last round, sessions are held that the shared store may not know."""
 POLL_S: Final = 0.05
 
 
 class HomeDrain:
     """Empties a home that takes nothing new any more."""
 
-    def __init__(self, *, home: Home, mover: SessionMover, cost: CostModel) -> None:
+    def __init__(self, *, home: Home, mover: SessionMover, cost: CostModel, clock: Clock) -> None:
         self._home = home
         self._mover = mover
         self._cost = cost
+        self._clock = clock
         self._attempts: Counter[str] = Counter()
         self._active: set[str] = set()
         self._nowhere = False
@@ -55,13 +59,23 @@ class HomeDrain:
     async def run(self) -> None:
         """Returns when no round runs, and every idle session has moved or cannot. The most
         recently used ones go first: their next rounds come first."""
+        give_up_s = self._clock() + STORE_WAIT_S
         async with asyncio.TaskGroup() as moves:
-            while self._home.running_rounds or self._active or self._next() is not None:
+            while self._busy() or (self._unpublished() and self._clock() < give_up_s):
+                if self._busy():
+                    give_up_s = self._clock() + STORE_WAIT_S
                 while len(self._active) < CONCURRENT_MOVES and (session_id := self._next()):
                     self._active.add(session_id)
                     moves.create_task(self._move(session_id))
                 await asyncio.sleep(POLL_S)
         log.info("drained", sessions_left=len(self._home.sessions()))
+
+    def _busy(self) -> bool:
+        return bool(self._home.running_rounds or self._active or self._next() is not None)
+
+    def _unpublished(self) -> bool:
+        """Whether only this home may know how a round ended."""
+        return any(map(self._home.is_unconfirmed, self._home.sessions()))
 
     def _next(self) -> str | None:
         """The paused session that was used last, of those to be tried."""
@@ -72,6 +86,7 @@ class HomeDrain:
             for session in self._home.sessions()
             if session.paused
             and session.tokens
+            and not self._home.is_unconfirmed(session)
             and session.session_id not in self._active
             and self._attempts[session.session_id] < MAX_ATTEMPTS
         ]

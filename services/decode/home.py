@@ -370,7 +370,8 @@ class Home:
         """Free all that the session holds here, its running round included; with
         `paused_after` only if it is paused and has settled that many rounds. Idempotent."""
         if paused_after is not None:
-            session = self._sessions.get(session_id)
+            while (session := self._sessions.get(session_id)) is not None and session.moving:
+                await asyncio.wait([session.moving])
             if session is not None and session.paused and session.rounds == paused_after:
                 self.forget(session)
             return

@@ -45,9 +45,6 @@ MAX_MOVES: Final = 64
 """Sessions that are handed over at once; one more is refused."""
 MAX_ADOPTIONS: Final = 16
 """Sessions that are taken over at once; one more is refused."""
-DOUBT_TIMEOUT_S: Final = 10.0
-DOUBT_RETRY_S: Final = 0.5
-"""While the store does not say whether it has written a binding."""
 RETRY_AFTER_S: Final = 0.5
 
 _TRY_NEXT: Final = frozenset(
@@ -89,14 +86,19 @@ class SessionMover:
         self._clock = clock
         self._recent = RecentPlacements()
         self._moves = self._adoptions = 0
+        self._taking_back: dict[str, asyncio.Task[None]] = {}
 
     # --- handing over ------------------------------------------------------------------------
 
     async def move(self, session_id: str, target_worker_id: str, *, with_kv: bool = True) -> Moved:
         """Hand the session over; see `ampd.ports.MoveHandler`. `with_kv`: its KV goes along
         where that pays. A move that runs already is waited for."""
-        while (session := self._home.session(session_id)) is not None and session.moving:
-            await asyncio.wait([session.moving])
+        while (session := self._home.session(session_id)) is not None:
+            # What is taken back from a target must not be what the next move gives it.
+            before = session.moving or self._taking_back.get(session_id)
+            if before is None:
+                break
+            await asyncio.wait([before])
         if session is None:
             raise AmpdError(
                 ErrorReason.SESSION_NOT_FOUND,
@@ -282,43 +284,25 @@ class SessionMover:
                 await asyncio.wait([writing])
             except asyncio.CancelledError:
                 cancelled = True
-        try:
-            written = writing.result()
-        except AmpdError:
-            self._chores.create_task(self._clear_up(session, there, peer, order))
-            raise
-        if written:
+        # A store that has not answered may have written it: both copies stay until it says whose
+        # the session is (`Reconciler`), and are harmless: orders go by the store.
+        if writing.result():
             return
         self._take_back(peer, order)
         if cancelled:
             raise asyncio.CancelledError
         raise lifecycle.conflict(session.session_id)
 
-    async def _clear_up(
-        self, session: ResidentSession, there: Binding, peer: HomePeer, order: AdoptOrder
-    ) -> None:
-        """The store has not said whether it has written the binding: ask until it answers, and
-        free the copy that is not the session's. Both are harmless until then: orders go by the
-        store, and each home checks the number of rounds."""
-        while session.moving:
-            await asyncio.wait([session.moving])
-        give_up_s = self._clock() + DOUBT_TIMEOUT_S
-        while self._clock() < give_up_s:
-            try:
-                record = await self._store.get_session(session.session_id)
-            except AmpdError:
-                await asyncio.sleep(DOUBT_RETRY_S)
-                continue
-            if record is None or record.home != there:
-                self._take_back(peer, order)
-            elif session.paused and session.rounds == order.rounds:
-                self._home.forget(session)
-            return
-        log.warning("move_in_doubt", session=session.session_id, target=there.worker_id)
-
     def _take_back(self, peer: HomePeer, order: AdoptOrder) -> None:
         """The target may free what it has of the order. Does not wait: a round may."""
-        self._chores.create_task(self._release(peer, order), name="take back")
+        taking_back = self._chores.create_task(self._release(peer, order), name="take back")
+        self._taking_back[order.session_id] = taking_back
+
+        def ended(_: object) -> None:
+            if self._taking_back.get(order.session_id) is taking_back:
+                del self._taking_back[order.session_id]
+
+        taking_back.add_done_callback(ended)
 
     async def _release(self, peer: HomePeer, order: AdoptOrder) -> None:
         try:

@@ -29,6 +29,7 @@ from ampd.ports import PrefillRequest, PrefillResult, SessionWrites
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.operations import Operations
 from services.decode.draining import HomeDrain
+from services.decode.reconciling import Reconciler
 from services.decode.settings import HomeLimits
 
 SOON_S = 10.0
@@ -90,7 +91,7 @@ class Moves:
         return self.home(name).home.session(self.session_id) is not None
 
     async def until_state(self, state: SessionState) -> None:
-        while (await self.cluster.record(self.session_id)).state is not state:
+        while (await self.cluster.record(self.session_id)).state is not state:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     def gate(self, name: str) -> "Gate":
@@ -396,6 +397,16 @@ async def test_a_lost_compare_and_set_frees_the_target() -> None:
         assert await m.next_round() == ("a", False)
 
 
+async def test_a_copy_that_is_not_the_sessions_does_not_move() -> None:
+    async with moves("b") as m:
+        stored = await m.cluster.record(m.session_id)
+        elsewhere = replace(stored, version=stored.version + 1, home=Binding("b", 1))
+        assert await m.store.compare_and_set(elsewhere, stored.version)
+        assert await refused(m.move()) is ErrorReason.SESSION_CONFLICT
+        assert (await m.cluster.record(m.session_id)).home == Binding("b", 1)
+        await m.settled()
+
+
 @pytest.mark.parametrize("written", [True, False])
 async def test_a_store_that_does_not_answer_is_asked_again(written: bool) -> None:
     async with moves("b") as m:
@@ -406,8 +417,17 @@ async def test_a_store_that_does_not_answer_is_asked_again(written: bool) -> Non
         m.store.before, m.store.after = (None, fail) if written else (fail, None)
         assert await refused(m.move()) is ErrorReason.STORE_UNAVAILABLE
         home, other = ("b", "a") if written else ("a", "b")
-        await until(lambda: not m.resident(other))
+        for name in ("a", "b"):
+            local = m.home(name)
+            await Reconciler(
+                me=Binding(name, 1),
+                home=local.home,
+                store=m.store,
+                clock=lambda: time.monotonic() + SOON_S,
+                wall_clock=time.time,
+            ).reconcile()
         await m.settled()
+        assert (m.resident(home), m.resident(other)) == (True, False)
         assert await m.bound_to() == home
         assert await m.next_round() == (home, False)
 
@@ -558,7 +578,9 @@ async def test_two_operators_at_once() -> None:
 async def drained(m: Moves, name: str = "a") -> HomeDrain:
     """Drain that home to its end."""
     local = m.home(name)
-    drain = HomeDrain(home=local.home, mover=local.mover, cost=READS_ARE_CHEAP)
+    drain = HomeDrain(
+        home=local.home, mover=local.mover, cost=READS_ARE_CHEAP, clock=time.monotonic
+    )
     drain.start()
     await m.cluster.beat()
     async with asyncio.timeout(SOON_S):
@@ -604,7 +626,9 @@ async def test_a_drain_lets_rounds_finish_and_moves_their_sessions() -> None:
 async def test_a_drain_counts_what_it_has_to_do() -> None:
     async with moves("b") as m:
         local = m.home("a")
-        drain = HomeDrain(home=local.home, mover=local.mover, cost=READS_ARE_DEAR)
+        drain = HomeDrain(
+            home=local.home, mover=local.mover, cost=READS_ARE_DEAR, clock=time.monotonic
+        )
         status = drain.status()
         assert (status.running, status.sessions) == (0, 1)
         assert status.estimated_s == HISTORY / 4
