@@ -102,6 +102,8 @@ class PrefillTasks:
         self, target: PrefillTarget, order: RoundOrder, prompt: Tokens, history: KvHandle | None
     ) -> ComputedPrefill:
         """Offer, and wait until the worker has computed it, failed, or is lost."""
+        if not order.keep_history_tokens:
+            history = None  # a rewind to the beginning: nothing of what is pinned is wanted
         cached_tokens = order.keep_history_tokens if history is not None else 0
         task = PrefillTask(
             # Unlike any of an earlier life of this worker, and short enough for the wire.

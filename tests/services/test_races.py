@@ -6,8 +6,8 @@ import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -174,7 +174,11 @@ class SilentPrefill:
         await asyncio.Event().wait()
 
 
-async def test_a_claim_broken_off_while_it_lends_leaves_no_loan() -> None:
+@asynccontextmanager
+async def offered_prefill(
+    keep: int,
+) -> AsyncIterator[tuple[asyncio.Task[object], PrefillTasks, str, LendingEngine]]:
+    """A task that a silent prefill worker has, of a session with 16 pinned tokens."""
     async with asyncio.TaskGroup() as chores:
         engine, peer = LendingEngine(), SilentPrefill()
         tasks = PrefillTasks(
@@ -186,17 +190,29 @@ async def test_a_claim_broken_off_while_it_lends_leaves_no_loan() -> None:
         )
         target = PrefillTarget("p0", 1, "p0")
         history = KvHandle("d0", 1, 16, 60.0, b"1")
-
-        async def prefill() -> None:
-            wanted = replace(order(), session_id=uuid.uuid4().hex, round_index=1000)
-            places = tasks._prefill_at(target, wanted, wanted.increment, history)
-            with pytest.raises(AmpdError):
-                await places
-
-        round_ = asyncio.create_task(prefill())
+        wanted = replace(
+            order(), session_id=uuid.uuid4().hex, round_index=1000, keep_history_tokens=keep
+        )
+        prompt = array("I", range(keep)) + wanted.increment
+        prefill = asyncio.create_task(tasks._prefill_at(target, wanted, prompt, history))
         await asyncio.sleep(0.01)
-        claim = asyncio.create_task(tasks.claim(peer.task_id, "p0"))
+        yield prefill, tasks, peer.task_id, engine
+        prefill.cancel()
+        await asyncio.wait([prefill])
+
+
+async def test_a_claim_broken_off_while_it_lends_leaves_no_loan() -> None:
+    async with offered_prefill(keep=16) as (prefill, tasks, task_id, engine):
+        claim = asyncio.create_task(tasks.claim(task_id, "p0"))
         await engine.lent.wait()
         claim.cancel()
-        await round_
+        with pytest.raises(AmpdError):
+            await prefill
     assert not engine.lent.is_set()
+
+
+async def test_a_rewind_to_the_beginning_lends_nothing() -> None:
+    async with offered_prefill(keep=0) as (_, tasks, task_id, engine):
+        claimed = await tasks.claim(task_id, "p0")
+        assert claimed.history is None
+        assert not engine.lent.is_set()
