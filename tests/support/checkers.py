@@ -21,6 +21,10 @@ LOOK_EVERY_S: Final = 0.05
 TWO_HOMES_S: Final = 20.0
 """Longer than any process may take to notice that it was given up, less than a session's TTL."""
 
+ROUND_RUNNING_S: Final = 30.0
+"""A round that its client has left is over then, whatever became of its coordinator and of the
+store: longer than any fault lasts."""
+
 RETRIABLE: Final = frozenset(
     {
         ErrorReason.NO_DECODE_WORKER,
@@ -53,6 +57,7 @@ class Judge:
         self._cluster = cluster
         self._allowed = allowed
         self._outputs: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._told_running_s: dict[str, float] = {}
         self.ends: Counter[str] = Counter()
         self.rounds = 0
         self.resumed = 0
@@ -153,12 +158,19 @@ class Judge:
             return
         if reason is ErrorReason.DEADLINE and ask.deadline_s is not None:
             return
+        if reason is ErrorReason.ROUND_RUNNING and self._running_since(ask) < ROUND_RUNNING_S:
+            return
         gone = reason is ErrorReason.SESSION_NOT_FOUND
         if gone and (ask.own_close or self._store_lost(ask.session)):
             return
         if reason is ErrorReason.SESSION_CONFLICT and self._allowed.conflicts:
             return
         self._violate(ask, f"{reason}: {error.message}")
+
+    def _running_since(self, ask: Ask) -> float:
+        """How long the client has been told that a round of its session runs (s)."""
+        now_s = self._cluster.loop.time()
+        return now_s - self._told_running_s.setdefault(ask.request_id, now_s)
 
     def _store_lost(self, session: str) -> bool:
         """Whether a store restart may have lost the session: one that lost its last second."""

@@ -29,6 +29,10 @@ from ampd.wire.errors import STATUS_CODES, from_rpc_error
 FIRST_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 2.0
 CALL_TIMEOUT_S: Final = 10.0
+ROUND_RUNNING_S: Final = 0.5
+"""Between two attempts while a round that the client has left has not ended."""
+LOOKS: Final = 4
+"""A look at a session may meet a store that has not heard of its last round yet."""
 VOCABULARY: Final = range(300, 60_000)
 
 
@@ -138,6 +142,7 @@ class Agent:
         self._histories: list[list[int]] = [[]]
         self._last: tuple[Ask, list[int], list[int]] | None = None
         self._closed = False
+        self._has_left = False
         self.session = ""
         self.rounds = 0
 
@@ -174,15 +179,20 @@ class Agent:
         self.session = response.session.session_id
         self._cluster.note(self.name, "session", self.session)
 
-    async def _look(self) -> None:
+    async def _look(self, looks: int = LOOKS) -> None:
         """What the cluster says that the session is."""
         request = pb.GetSessionRequest(session_id=self.session)
         try:
             response = await self._call("GetSession", request)
         except GaveUp as error:
             self._cluster.note(self.name, "not found", error)
-        else:
+            return
+        lengths = {len(history) for history in self._histories}
+        if response.session.history_tokens in lengths or looks == 1:
             self._witness.found(self._histories, response.session)
+        else:
+            await asyncio.sleep(1.0)
+            await self._look(looks - 1)
 
     async def _close(self) -> None:
         request = pb.CloseSessionRequest(session_id=self.session, request_id=f"{self.name}-close")
@@ -265,6 +275,7 @@ class Agent:
                 histories = self._witness.saw(ask, histories, seen)
                 if best is None or seen.finished is not None:
                     best = seen
+                self._has_left |= seen.finished is None
             assert best is not None
             if best.finished is not None:
                 before = histories[0]
@@ -274,6 +285,8 @@ class Agent:
                 break
             over = give_up_s is not None and self._cluster.loop.time() - begun_s >= give_up_s
             wait_s = 0.05 * rng.random() if best.error is None else retries.wait_s(best.error)
+            if best.error is not None and self._waits_for_own(best.error, retries):
+                wait_s = ROUND_RUNNING_S
             if over or wait_s is None:
                 # Nobody knows whether it has settled, or will until the next round begins.
                 self._histories = self._possible(histories, ask)
@@ -287,6 +300,12 @@ class Agent:
         if closing is not None:
             await closing
             raise GaveUp("closed early")
+
+    def _waits_for_own(self, error: AmpdError, retries: Retries) -> bool:
+        """A round that this client has left may run for a moment more: it waits for that."""
+        return (
+            error.reason is ErrorReason.ROUND_RUNNING and self._has_left and not retries.is_over()
+        )
 
     @staticmethod
     def _goes_on(error: AmpdError, ask: Ask) -> bool:
