@@ -12,6 +12,7 @@ from stepping_engine import SteppingEngine
 
 from ampd.adapters.peers_loopback import LoopbackNetwork, LoopbackPeers
 from ampd.core.cost_model import CostModel
+from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import PrefillTask, Slo
 from ampd.core.policies import DEFAULT_POLICY, resolve
 from services.prefill.worker import TASKS_IN_ENGINE, PrefillWorker
@@ -69,3 +70,18 @@ async def test_a_task_withdrawn_as_it_is_taken_gives_its_place_back(steps: int) 
         await worker.offer(task(99), "d0", 1)
         await until_idle(worker)
         assert worker.load().queued_tasks == 0
+
+
+async def test_a_drain_finishes_what_was_accepted_and_takes_no_more() -> None:
+    async with pumping() as worker:
+        for number in range(4):
+            await worker.offer(task(number), "d0", 1)
+        worker.start_drain()
+        status = worker.drain_status()
+        assert (status.running, status.sessions) == (4, 0)
+        with pytest.raises(AmpdError) as caught:
+            await worker.offer(task(9), "d0", 1)
+        assert caught.value.reason is ErrorReason.DRAINING
+        assert worker.load().draining
+        await until_idle(worker)
+        assert worker.drain_status().running == 0
