@@ -1,4 +1,4 @@
-"""The contract of ToolRunner: entry points, a remote service, and both behind one box."""
+"""The contract of ToolRunner: entry points and a remote service, and the box around them."""
 
 from __future__ import annotations
 
@@ -43,23 +43,22 @@ def _package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool_package.install(folder, monkeypatch)
 
 
-@pytest.fixture(params=["entry_points", "remote", "box"])
+@pytest.fixture(params=["entry_points", "remote"])
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    """Either of them in the box that a worker has them in."""
     async with AsyncExitStack() as stack:
 
         async def make(limits: ToolLimits) -> ToolRunner:
             local = EntryPointTools(NAMES, limits)
             if request.param == "entry_points":
-                return local
-            if request.param == "box":
-                return ToolBox([EntryPointTools((), limits), local], max_running=64)
+                return ToolBox([local], max_running=64)
             # The service has no limits of its own: those of this side must do.
             loose = EntryPointTools(NAMES, ToolLimits(60.0, 1 << 21))
             address, _ = await stack.enter_async_context(serve_tools(loose))
             remote = RemoteTools(address, limits)
             stack.push_async_callback(remote.close)
             await remote.list_tools()
-            return remote
+            return ToolBox([EntryPointTools((), limits), remote], max_running=64)
 
         yield make
 
@@ -306,6 +305,7 @@ async def test_tools_are_known_once_they_are_listed(
     await runner.list_tools()
     assert runner.names() == ("echo",)
     server.runner = EntryPointTools(("fail",), LIMITS)
+    assert (await refused(runner, call("echo", text="a"))).reason is ErrorReason.TOOL_NOT_FOUND
     await runner.list_tools()
     assert runner.names() == ("fail",)
 
