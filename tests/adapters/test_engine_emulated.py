@@ -255,7 +255,7 @@ rounds = st.lists(
 )
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=100, deadline=None)
 @given(
     sessions=st.lists(rounds, min_size=1, max_size=5),
     same_beginning=st.booleans(),
@@ -269,7 +269,13 @@ def test_every_stream_is_the_oracles(
     """Random sessions at once: rewinds, pins, both routes, resumed rounds, in a memory that is
     small enough for eviction and waiting. The books are checked after every event."""
     # A session of the largest kind and its copies on the way: 5 of them do not fit.
-    settings = replace(SETTINGS, kv_capacity_tokens=512, cost=COST, max_step_tokens=16)
+    settings = replace(
+        SETTINGS,
+        kv_capacity_tokens=256,
+        cost=COST,
+        max_step_tokens=16,
+        result_lease_s=600.0,  # of virtual time: waiting for memory may take a while
+    )
 
     async def run(pair: Pair, number: int, plans: list[Plan]) -> None:
         rng = random.Random(seed if same_beginning else 100 * seed + number)
@@ -293,11 +299,16 @@ def test_every_stream_is_the_oracles(
                 kv = None
                 try:
                     if plan.remote:
+                        covered = 0 if pin is None else min(kept, pin.tokens)
                         lent = None
-                        if pin is not None and min(kept, pin.tokens):
-                            lent = await pair.decode.lend(pin, min(kept, pin.tokens))
-                        kv = (await pair.prefill.prefill(PrefillRequest("p", prompt, lent))).kv
+                        if pin is not None and covered:
+                            lent = await pair.decode.lend(pin, covered)
+                        result = await pair.prefill.prefill(PrefillRequest("p", prompt, lent))
+                        # Nothing fails here, so nothing is computed twice.
+                        assert result.stats.computed_tokens <= len(prompt) - covered
+                        kv = result.kv
                     got = await generate(pair.decode, tokens, kv, sampling, said=said)
+                    assert kv is None or got.stats.computed_tokens == 1
                     break
                 except AmpdError as error:
                     if error.reason is not ErrorReason.KV_EXHAUSTED:
@@ -426,22 +437,25 @@ async def _history(pair: Pair) -> tuple[KvHandle, KvHandle, Tokens]:
     return first.done.kv, lent, PROMPT + array("I", first.tokens) + token_ids(random.Random(8), 9)
 
 
-@pytest.mark.parametrize("fault", ["reused", "generation", "reclaimed", "lent again", "expired"])
+@pytest.mark.parametrize(
+    "fault", ["reused", "reused, loan stands", "reclaimed", "lent again", "expired"]
+)
 async def test_kv_that_changes_while_it_is_read_is_not_taken(pair: Pair, fault: str) -> None:
     pin, lent, tokens = await _history(pair)
     home = engine_of(pair.decode)
 
     async def interfere() -> None:
         match fault:
-            case "reused":
+            case "reused" | "reused, loan stands":
+                loans = home._store.loans.copy()
                 await pair.decode.release(pin)
                 home.evict()
                 for number in range(4):
                     filler = token_ids(random.Random(number), 240)
                     got = await generate(pair.decode, filler)
                     assert got.tokens == right(filler)
-            case "generation":
-                home._store.generations[home._pins.get(1).blocks[2]] += 1  # type: ignore[union-attr]
+                if fault == "reused, loan stands":
+                    home._store.loans[:] = loans
             case "reclaimed":
                 await pair.decode.reclaim(lent)
             case "lent again":
@@ -457,10 +471,9 @@ async def test_kv_that_changes_while_it_is_read_is_not_taken(pair: Pair, fault: 
     assert result.stats.computed_tokens == len(tokens)
     assert result.stats.read_end_s > result.stats.read_start_s
     assert engine_of(pair.prefill).stats().pulled_bytes_total == 0
-    await pair.decode.release(pin)
-    engine_of(pair.decode).evict()
-    if fault == "reused":
-        engine_of(pair.decode)._pins.release_all()
+    home._pins.release_all()
+    home._store.loans[:] = 0
+    home.evict()
     assert (await generate(pair.decode, tokens, result.kv)).tokens == right(tokens)
 
 
