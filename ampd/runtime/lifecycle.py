@@ -123,7 +123,10 @@ def _exit_code(main: asyncio.Task[None]) -> int:
     if error is None:
         log.info("stopped")
         return EXIT_OK
-    if not isinstance(error, BackgroundCrash):
+    if isinstance(error, ExceptionGroup):
+        # A body inside other task groups: what their tasks failed with by themselves.
+        error = error.split(BackgroundCrash)[1]
+    if error is not None and not isinstance(error, BackgroundCrash):
         log.error("crashed", exc_info=error)
     return EXIT_FAILED
 

@@ -36,7 +36,6 @@ from ampd.core.output import RoundOutput
 from ampd.ports import (
     Clock,
     Homes,
-    RoundContext,
     SessionWrites,
     StateStore,
     Tokenizer,
@@ -55,7 +54,7 @@ from services.coordinator.replay import (
 )
 from services.coordinator.round import Candidate, Round, binding_of, placed
 from services.coordinator.settings import RoundLimits
-from services.coordinator.shared_state import SharedState
+from services.coordinator.shared_state import Loaded, SharedState
 
 log = structlog.get_logger(__name__)
 
@@ -180,35 +179,34 @@ class Coordinator:
         A lost race is looked at again: most often it was the end of a round just cancelled.
         """
         for attempt in range(1, MAX_BEGIN_ATTEMPTS + 1):
-            context, detached = await self._state.load(request.session_id, request.request_id)
-            session = lifecycle.require_own(context.session, tenant, request.session_id)
-            stored = None if context.replay is None else decode_outcome(context.replay)
-            if isinstance(stored, RoundOutcome):
-                return stored
+            loaded = await self._state.load(request.session_id, request.request_id)
             try:
-                round_ = await self._advance(session, context, request, stored, arrived_s)
-                round_.detached = detached
-                round_.deadline_s = None if timeout_s is None else arrived_s + timeout_s
-                await self._mark(round_)
+                begun = await self._advance(tenant, loaded, request, arrived_s)
+                if isinstance(begun, Round):
+                    begun.deadline_s = None if timeout_s is None else arrived_s + timeout_s
+                    await self._mark(begun)
             except AmpdError as error:
+                if loaded.outage is not None:
+                    # What the last known state forbids, the present one may allow.
+                    raise loaded.outage from error
                 lost = error.reason is ErrorReason.SESSION_CONFLICT
                 if not lost or attempt == MAX_BEGIN_ATTEMPTS:
                     raise
                 await asyncio.sleep(BEGIN_RETRY_S)
             else:
-                return round_
+                return begun
         raise AssertionError("the last attempt returns or raises")
 
     async def _advance(
-        self,
-        session: SessionRecord,
-        context: RoundContext,
-        request: RoundRequest,
-        partial: RoundPartial | None,
-        arrived_s: float,
-    ) -> Round:
-        """The round as it would begin; nothing is written. `partial`: how far an earlier attempt
-        at this request came."""
+        self, tenant: str, loaded: Loaded, request: RoundRequest, arrived_s: float
+    ) -> Round | RoundOutcome:
+        """The round as it would begin, nothing being written; or what this request was answered
+        before."""
+        context = loaded.context
+        session = lifecycle.require_own(context.session, tenant, request.session_id)
+        partial = None if context.replay is None else decode_outcome(context.replay)
+        if isinstance(partial, RoundOutcome):
+            return partial
         wanted = await self._wanted(session, request, partial, arrived_s)
         decode = tuple(view for view in context.workers if view.info.role is Role.DECODE)
         if not decode:
@@ -252,6 +250,7 @@ class Coordinator:
             round_index=begun.rounds,
             output=wanted.output,
             unseen=bool(wanted.output.token_ids),
+            detached=loaded.detached,
             preface=wanted.preface,
         )
 

@@ -35,8 +35,23 @@ FLUSH_EVERY_S: Final = 0.2
 RECENT_S: Final = 5.0
 """A store that syncs its file every second may forget so much when it dies, with room."""
 MAX_RECENT_WRITES: Final = 8192
+WRITE_ATTEMPTS: Final = 2
+WRITE_RETRY_S: Final = 0.1
+"""The end of a round is tried again once before it waits for the store: a single operation that
+fails is no outage, and whoever comes next should find the round ended."""
 DISCARD_ATTEMPTS: Final = 8
 """Compare-and-set attempts: each lost one means that another writer got further."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a decision reads."""
+
+    context: RoundContext
+    detached: bool = False
+    """Whether the session goes on without the store: it is down, or lags behind."""
+    outage: AmpdError | None = None
+    """Why this is the last known state; None: it is the present one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +118,8 @@ class SharedState:
 
     # --- reads -------------------------------------------------------------------------------
 
-    async def load(self, session_id: str, request_id: str) -> tuple[RoundContext, bool]:
-        """What a decision reads; and whether the store was down and this is the last known
+    async def load(self, session_id: str, request_id: str) -> Loaded:
+        """What a decision reads, or what is left of it while the store is down: the last known
         state. STORE_UNAVAILABLE when that is too old, or lacks the session."""
         if session_id in self._pending:
             await self._flush()
@@ -112,17 +127,17 @@ class SharedState:
             context = await self._store.load_round(session_id, request_id)
         except AmpdError as error:
             self._failed(error)
-            return self._last_known(session_id, request_id, error), True
+            return Loaded(self._last_known(session_id, request_id, error), True, error)
         self._answered()
         self._workers, self._policy, self._read_s = context.workers, context.policy, self._clock()
         if session_id in self._detached:
-            return replace(context, session=self._detached[session_id]), True
+            return Loaded(replace(context, session=self._detached[session_id]), True)
         if session_id in self._pending and session_id in self._sessions:
             # The store still lags behind what this coordinator has ended.
-            return replace(context, session=self._sessions[session_id]), True
+            return Loaded(replace(context, session=self._sessions[session_id]), True)
         if context.session is not None:
             self._note(context.session)
-        return context, False
+        return Loaded(context)
 
     async def decode_workers(self, last_known: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
         """Those that live now; `last_known` where the store cannot tell."""
@@ -138,10 +153,12 @@ class SharedState:
         session = self._sessions.get(session_id)
         if age_s > self._max_state_age_s or session is None:
             raise error
+        ended = (*self._recent, *self._pending.get(session_id, ()))
         replays = [
             write.writes.replay
-            for write in self._pending.get(session_id, ())
-            if request_id and write.writes.replay_request_id == request_id
+            for write in ended
+            if request_id
+            and (write.session_id, write.writes.replay_request_id) == (session_id, request_id)
         ]
         workers = tuple(replace(view, age_s=view.age_s + age_s) for view in self._workers)
         return RoundContext(session, workers, self._policy, replays[-1] if replays else None)
@@ -173,7 +190,7 @@ class SharedState:
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            await asyncio.wait({writing})
+            await asyncio.gather(writing, return_exceptions=True)
             raise
         except AmpdError as error:
             self._failed(error)
@@ -188,7 +205,11 @@ class SharedState:
     async def settle(self, round_: Round, settled: SessionRecord, writes: SessionWrites) -> None:
         """The round ended well. SESSION_CONFLICT: another call has changed the session."""
         ended = PendingWrite(settled.session_id, round_.attempt_id, settled, writes, self._clock())
-        if not round_.detached:
+        for attempt in range(WRITE_ATTEMPTS):
+            if round_.detached:
+                break
+            if attempt:
+                await asyncio.sleep(WRITE_RETRY_S)
             try:
                 await self.swap(round_, settled, round_.session.version, writes)
             except AmpdError as error:
@@ -205,32 +226,41 @@ class SharedState:
         """The round ended without a result; whether the session is closed, or gone."""
         session_id, resumable = round_.session.session_id, writes.replay_request_id
         self._detached.pop(session_id, None)
-        ended = PendingWrite(session_id, round_.attempt_id, None, writes, self._clock())
-        try:
-            for _ in range(DISCARD_ATTEMPTS):
-                # Read, not remembered: of a write that failed nobody knows whether it was made.
-                stored = await self._store.get_session(session_id)
-                if stored is None or stored.state is SessionState.CLOSED:
-                    self._sessions.pop(session_id, None)
-                    return True
-                idle = lifecycle.write_back(stored, None, round_.attempt_id, resumable=resumable)
-                if idle is None:
-                    self._note(stored)
-                    return False
-                if await self._store.compare_and_set(idle, stored.version, writes):
-                    self._note(idle)
-                    return False
-        except AmpdError as error:
-            self._failed(error)
-            if round_.session.running is not None:
-                now_unix_s = round_.session.last_used_unix_s
-                self._note(
-                    lifecycle.discard(round_.session, resumable=resumable, now_unix_s=now_unix_s)
-                )
+        for attempt in range(WRITE_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(WRITE_RETRY_S)
             try:
-                self._write_later(ended)
-            except AmpdError as full:
-                log.error("discard_not_written", session=session_id, error=full.message)
+                return await self._discard(round_, writes)
+            except AmpdError as error:
+                self._failed(error)
+        if round_.session.running is not None:
+            now_unix_s = round_.session.last_used_unix_s
+            self._note(
+                lifecycle.discard(round_.session, resumable=resumable, now_unix_s=now_unix_s)
+            )
+        try:
+            self._write_later(
+                PendingWrite(session_id, round_.attempt_id, None, writes, self._clock())
+            )
+        except AmpdError as full:
+            log.error("discard_not_written", session=session_id, error=full.message)
+        return False
+
+    async def _discard(self, round_: Round, writes: SessionWrites) -> bool:
+        session_id, resumable = round_.session.session_id, writes.replay_request_id
+        for _ in range(DISCARD_ATTEMPTS):
+            # Read, not remembered: of a write that failed nobody knows whether it was made.
+            stored = await self._store.get_session(session_id)
+            if stored is None or stored.state is SessionState.CLOSED:
+                self._sessions.pop(session_id, None)
+                return True
+            idle = lifecycle.write_back(stored, None, round_.attempt_id, resumable=resumable)
+            if idle is None:
+                self._note(stored)
+                return False
+            if await self._store.compare_and_set(idle, stored.version, writes):
+                self._note(idle)
+                return False
         return False
 
     def _write_later(self, write: PendingWrite) -> None:

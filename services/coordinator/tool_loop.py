@@ -183,7 +183,7 @@ class ToolLoop:
     async def _check_tools(self, request: RoundRequest) -> None:
         """INVALID_FIELD for a tool that is nowhere; a request that was answered once is not
         asked again what it may."""
-        context, _ = await self._state.load(request.session_id, request.request_id)
+        context = (await self._state.load(request.session_id, request.request_id)).context
         views = [view for view in context.workers if view.info.role is Role.DECODE]
         if context.replay is not None or not views:
             return
@@ -231,11 +231,11 @@ class ToolLoop:
         kept_id = f"{next_id}/tools" if next_id else ""
 
         async def load() -> RoundContext:
-            context, lags = await self._state.load(session_id, kept_id)
-            lifecycle.require_own(context.session, tenant, session_id)
-            if lags:
+            loaded = await self._state.load(session_id, kept_id)
+            lifecycle.require_own(loaded.context.session, tenant, session_id)
+            if loaded.detached:
                 raise _store_lags()
-            return context
+            return loaded.context
 
         context = await self._patiently(load)
         assert context.session is not None  # noqa: S101 - it is the tenant's
@@ -260,8 +260,8 @@ class ToolLoop:
     async def _require_replay(self, session_id: str, next_id: str) -> None:
         """Other rounds of the session have followed: the next one must not be a new one."""
         if next_id:
-            context, _ = await self._state.load(session_id, next_id)
-            if context.replay is not None:
+            loaded = await self._state.load(session_id, next_id)
+            if loaded.context.replay is not None:
                 return
         raise lifecycle.conflict(session_id)
 

@@ -105,6 +105,7 @@ class Home:
             yield Accepted(history_rebuilt=False, resumed=answered.output)
             yield answered.finished
             return
+        self._require_new(order)
         session, round_ = self._take_in(order)
         # A task of its own, so that another call can end the round and nothing else.
         round_.task = asyncio.create_task(self._carry_out(session, round_))
@@ -164,6 +165,17 @@ class Home:
             return
         if order.detached or running.order.detached:
             raise AmpdError(ErrorReason.ROUND_RUNNING, f"{order.session_id} has a running round")
+
+    def _require_new(self, order: RoundOrder) -> None:
+        """No request is run twice, whatever the store has forgotten or could not be asked."""
+        session = self._sessions.get(order.session_id)
+        if session is None or order.request_id not in session.settled:
+            return
+        if session.rounds == order.round_index or order.detached:
+            raise AmpdError(
+                ErrorReason.SESSION_CONFLICT,
+                f"request {order.request_id!r} of session {order.session_id} has settled a round",
+            )
 
     def _answered(self, order: RoundOrder) -> KeptRound | None:
         """What is kept of an earlier attempt at this very round."""
@@ -298,6 +310,7 @@ class Home:
         session.tokens = round_.prompt + round_.output.token_ids[: done.kept_output_tokens]
         session.rounds += 1
         session.round = None
+        session.settled.append(round_.order.request_id)
         session.ahead = session.ahead or round_.order.detached
         session.store_life = self._store_life
         if session.ahead:

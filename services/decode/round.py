@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from ampd.core import slo
 from ampd.core.errors import AmpdError
@@ -22,6 +24,9 @@ from ampd.core.model import (
 from ampd.core.output import RoundOutput
 from ampd.ports import GenerateDone, Tokens
 from services.decode.tasks import ComputedPrefill
+
+SETTLED_REQUESTS: Final = 64
+"""Requests remembered per session: clients repeat their last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class ResidentSession:
     round: RunningRound | None = None
     kept: KeptRound | None = None
     """The last round, for the same request to go on with or to hear again."""
+    settled: deque[str] = field(default_factory=lambda: deque(maxlen=SETTLED_REQUESTS))
+    """The requests of the last rounds: none of them is run again."""
     accepted: bool = False
     """Whether a round was ever admitted here: before that the session is not at home here."""
     ahead: bool = False
