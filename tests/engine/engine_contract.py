@@ -557,6 +557,30 @@ async def check_pins_until_release(pair: Pair) -> None:
     await pair.clean()
 
 
+async def check_a_session_is_taken_over(pair: Pair) -> None:
+    """A home's engine prefills what a peer lends, and keeps it: the next round finds it all."""
+    block = pair.decode.info.block_tokens
+    rng = random.Random(16)
+    history, increment = token_ids(rng, 5 * block + 7), token_ids(rng, 20)
+    expected = await oracle(pair.decode, history + increment)
+    await pair.clean()
+    lent = (await pair.prefill.prefill(PrefillRequest("p", history, None))).kv
+    taken = await pair.decode.prefill(PrefillRequest("m", history, lent))
+    assert taken.stats.pulled_tokens >= 5 * block
+    assert taken.stats.computed_tokens <= block
+    await pair.decode.reclaim(taken.kv)
+    await settled(pair.prefill)
+    await settled(pair.decode, 6 * block)
+    again = await pair.decode.lend(taken.kv, 5 * block)
+    await pair.decode.reclaim(again)
+    round_ = await generate(pair.decode, history + increment)
+    assert round_.tokens == expected
+    assert round_.stats.computed_tokens <= len(increment) + block
+    await pair.decode.release(taken.kv)
+    await pair.decode.release(round_.done.kv)
+    await pair.clean()
+
+
 async def check_abort_frees_and_keeps_the_previous_pin(pair: Pair) -> None:
     await pair.clean()
     block = pair.decode.info.block_tokens
@@ -783,6 +807,7 @@ CHECKS: Sequence[Check] = (
     check_resumed_output_that_has_ended,
     check_resumed_stop_strings,
     check_pins_until_release,
+    check_a_session_is_taken_over,
     check_abort_frees_and_keeps_the_previous_pin,
     check_bad_handles_never_give_other_tokens,
     check_statistics_add_up,
