@@ -119,6 +119,8 @@ class SimCluster:
         self.violations: list[str] = []
         self.lives: dict[str, Life] = {}
         self.past: list[Life] = []
+        self.sessions: list[str] = []
+        """Those that clients have created."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self.loop = loop

@@ -12,17 +12,24 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import grpc
 from cluster_sim import Life, SimCluster, SimShape
+from sim_engine import KvFaults
 from sim_store import StoreFaults
 from sim_workload import WorkShape
 from virtual_grpc import NetworkFaults
 
 from ampd.core.model import Role
+from ampd.v1 import admin_service_pb2 as admin_pb
+from ampd.v1.admin_service_pb2_grpc import AdminServiceStub
+from ampd.v1.policy_pb2 import Policy
 
 RESTART_WITHIN_S: Final = 6.0
 PAUSE_WITHIN_S: Final = 10.0
 CUT_WITHIN_S: Final = 12.0
 OUTAGE_WITHIN_S: Final = 8.0
+DRAIN_WITHIN_S: Final = 15.0
+ADMIN_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class Profile:
     every_s: float = 1.5
     faulty_s: float = 20.0
     network: NetworkFaults = NetworkFaults()
+    kv: KvFaults = KvFaults()
     store: StoreFaults = StoreFaults()
     work: WorkShape = WorkShape()
     shape: SimShape = SimShape()
@@ -58,6 +66,10 @@ class Nemesis:
             "store_outage": self._store_outage,
             "store_crash": self._store_crash,
             "blackout": self._blackout,
+            "drain": self._drain,
+            "move": self._move,
+            "policy": self._policy,
+            "evict": self._evict,
         }
 
     async def run(self) -> None:
@@ -65,6 +77,7 @@ class Nemesis:
         profile, rng = self._profile, self._rng
         cluster = self._cluster
         cluster.network.faults, cluster.store.faults = profile.network, profile.store
+        cluster.engines.faults = profile.kv
         names = list(profile.weights)
         async with asyncio.TaskGroup() as damage:
             end_s = cluster.loop.time() + profile.faulty_s
@@ -84,6 +97,7 @@ class Nemesis:
         calm = Profile()
         cluster.note("the faults stop")
         cluster.network.faults, cluster.store.faults = calm.network, calm.store
+        cluster.engines.faults = calm.kv
         cluster.network.heal_all()
         cluster.store.cut_off.clear()
         if not cluster.store.up:
@@ -183,6 +197,57 @@ class Nemesis:
         for life in self._cluster.of(role):
             if not life.alive:
                 self._cluster.start(life.name, role)
+
+    # --- what operators do -------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """A worker is drained by an operator, ends by itself, and comes back."""
+        life = self._any(Role.PREFILL, Role.DECODE)
+        if life is None or life.task is None:
+            return
+        await self._admin("DrainWorker", admin_pb.DrainWorkerRequest(worker_id=life.name))
+        await asyncio.wait([life.task], timeout=DRAIN_WITHIN_S)
+        if life.ended_well is not None or not life.alive:
+            await self._restart(life.name, life.role)
+
+    async def _move(self) -> None:
+        """A session, whatever it does at the moment, anywhere or to a worker of its own choice."""
+        if not self._cluster.sessions:
+            return
+        target = self._rng.choice(["", *(life.name for life in self._cluster.of(Role.DECODE))])
+        session = self._rng.choice(self._cluster.sessions)
+        await self._admin(
+            "MoveSession", admin_pb.MoveSessionRequest(session_id=session, target_worker_id=target)
+        )
+
+    async def _policy(self) -> None:
+        name = self._rng.choice(["ampd-paper", "always-remote", "always-local"])
+        await self._admin("SetPolicy", admin_pb.SetPolicyRequest(policy=Policy(name=name)))
+
+    async def _evict(self) -> None:
+        """A worker forgets all cached KV that nobody holds."""
+        life = self._any(Role.PREFILL, Role.DECODE)
+        if life is not None and (engine := life.parts.get("engine")) is not None:
+            engine.evict()
+
+    async def _admin(self, method: str, request: object) -> None:
+        """One call at any coordinator; how it ends is its caller's business."""
+        life = self._any(Role.COORDINATOR)
+        if life is None:
+            return
+
+        async def call() -> None:
+            stub = AdminServiceStub(grpc.aio.insecure_channel(life.address))
+            try:
+                await getattr(stub, method)(request, timeout=ADMIN_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                self._cluster.note(method, error.code().name, (error.details() or "")[:100])
+                if error.code() in {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}:
+                    self._cluster.violate(f"{method}: {error.code().name} {error.details()}")
+            else:
+                self._cluster.note(method, "done")
+
+        await self._cluster.clients.spawn(call(), name=method)
 
     def _any(self, *roles: Role) -> Life | None:
         living = [life for role in roles or tuple(Role) for life in self._cluster.alive(role)]

@@ -12,6 +12,7 @@ from typing import Final
 
 from checkers import Allowed, Books, Judge, left_overs
 from cluster_sim import SimCluster, SimShape
+from sim_engine import KvFaults
 from sim_faults import Nemesis, Profile
 from sim_store import StoreFaults
 from sim_workload import Agent, WorkShape
@@ -36,6 +37,7 @@ _WORKERS: Final = {
 _COORDINATORS: Final = {"kill_coordinator": 3.0, "terminate": 1.0, "pause": 1.0}
 _STORE: Final = {"store_outage": 2.0, "store_crash": 1.0, "cut_store": 2.0}
 _NETWORK: Final = {"cut": 3.0, "pause": 0.5}
+_OPERATORS: Final = {"move": 8.0, "drain": 1.0, "policy": 0.5, "evict": 1.0}
 _SHAKY: Final = NetworkFaults(
     latency_s=0.002,
     slow_share=0.02,
@@ -43,6 +45,9 @@ _SHAKY: Final = NetworkFaults(
     silent_share=0.005,
     duplicate_share=0.02,
     window=4,
+)
+_SHAKY_KV: Final = KvFaults(
+    piece_s=0.005, failed_share=0.1, stuck_share=0.02, untold_share=0.1, late_s=1.0
 )
 _SHAKY_STORE: Final = StoreFaults(
     latency_s=0.002, slow_share=0.01, refused_share=0.01, unanswered_share=0.01
@@ -80,15 +85,24 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "coordinators": Profile(weights=_COORDINATORS, work=_RESTLESS),
     "store": Profile(weights=_STORE, store=_SHAKY_STORE, work=_RESTLESS),
     "network": Profile(weights=_NETWORK, network=_SHAKY, work=_RESTLESS),
+    "kv": Profile(
+        weights={"evict": 3.0, "slow": 1.0, "kill_prefill": 0.5},
+        every_s=0.5,
+        kv=_SHAKY_KV,
+        work=_RESTLESS,
+        shape=SimShape(kv_tokens=1024),
+    ),
+    "operators": Profile(weights=_OPERATORS, every_s=0.4, work=_RESTLESS, shape=SimShape(decode=3)),
     "pressure": Profile(
         shape=_TIGHT,
         work=replace(_RESTLESS, sessions=20, start_within_s=2.0, think_s=0.2, rounds=(1, 4)),
     ),
     "everything": Profile(
-        weights={**_WORKERS, **_COORDINATORS, **_STORE, **_NETWORK, "blackout": 0.7},
+        weights={**_WORKERS, **_COORDINATORS, **_STORE, **_NETWORK, **_OPERATORS, "blackout": 0.7},
         every_s=1.0,
         network=_SHAKY,
         store=_SHAKY_STORE,
+        kv=_SHAKY_KV,
         work=_RESTLESS,
         shape=replace(_TIGHT, coordinators=3, decode=3, kv_tokens=2048, max_sessions=8),
     ),

@@ -177,6 +177,7 @@ class Agent:
         request = pb.CreateSessionRequest(request_id=f"{self.name}-create")
         response = await self._call("CreateSession", request)
         self.session = response.session.session_id
+        self._cluster.sessions.append(self.session)
         self._cluster.note(self.name, "session", self.session)
 
     async def _look(self, looks: int = LOOKS) -> None:
