@@ -236,3 +236,22 @@ class Ledger(RuleBasedStateMachine):
 
 TestLedger = Ledger.TestCase
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_free_kv_is_what_no_other_session_holds() -> None:
+    books = ledger(capacity=20 * BLOCK)
+    run(books, "own", 5 * BLOCK)
+    run(books, "other", 5 * BLOCK)
+    # Both could be evicted: only the session's own KV counts as free for it.
+    books.require_free(demand("own", history=15 * BLOCK, increment=0, output=0), 0.0)
+    books.require_free(demand("new", history=10 * BLOCK, increment=0, output=0), 0.0)
+    for session, tokens in (("own", 15 * BLOCK + 1), ("new", 10 * BLOCK + 1)):
+        wanted = demand(session, history=tokens, increment=0, output=0)
+        with pytest.raises(AmpdError) as caught:
+            books.require_free(wanted, 0.0)
+        assert caught.value.reason is ErrorReason.KV_EXHAUSTED
+        assert books.can_admit(wanted, 0.0)
+    with pytest.raises(AmpdError) as caught:
+        books.require_free(demand("new", history=21 * BLOCK, increment=0, output=0), 0.0)
+    assert caught.value.reason is ErrorReason.KV_TOO_SMALL
+    books.check()
