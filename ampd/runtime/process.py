@@ -69,7 +69,7 @@ class ProcessSettings(ServiceSettings):
     lease_s: PositiveFloat = LEASE_S
     """Seconds of silence after which the process counts as gone."""
     drain_s: float = Field(30.0, ge=0)
-    """Seconds that running rounds may take after SIGTERM."""
+    """Seconds that running rounds, and moves of sessions, may take after SIGTERM."""
 
     @property
     def address(self) -> str:
