@@ -49,8 +49,6 @@ class RoundRequest:
     """Tools that the server runs when the model calls them."""
     max_tool_rounds: int = DEFAULT_TOOL_ROUNDS
     """Rounds that may follow the first one in its stream."""
-    preface: bytes = b""
-    """Kept with the round's answer, for the repetition of the request."""
 
 
 def round_request_from_proto(

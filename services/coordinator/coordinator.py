@@ -88,7 +88,6 @@ class _Wanted:
     sampling: SamplingParams
     created_s: float
     created_unix_s: float
-    preface: bytes
     output: RoundOutput
 
 
@@ -251,7 +250,6 @@ class Coordinator:
             output=wanted.output,
             unseen=bool(wanted.output.token_ids),
             detached=loaded.detached,
-            preface=wanted.preface,
         )
 
     async def _wanted(
@@ -269,8 +267,7 @@ class Coordinator:
             keep = session.history_tokens if keep is None else keep
             increment = await self._increments.tokens(session, request, keep)
             sampling = request.sampling.params
-            preface = request.preface
-            return _Wanted(keep, increment, sampling, arrived_s, now_unix_s, preface, RoundOutput())
+            return _Wanted(keep, increment, sampling, arrived_s, now_unix_s, RoundOutput())
         running_id = session.running.request_id if session.running is not None else ""
         if request.request_id not in {session.resumable, running_id}:
             raise AmpdError(
@@ -285,7 +282,6 @@ class Coordinator:
             partial.sampling,
             created_s,
             partial.created_unix_s,
-            partial.preface,
             RoundOutput.of(partial.output(created_s=created_s)),
         )
 
@@ -509,9 +505,7 @@ class Coordinator:
             prefilled_by=record.prefill_worker,
             now_unix_s=self._wall_clock(),
         )
-        outcome = RoundOutcome(
-            placed(record), output.token_ids.tolist(), output.text, finished, round_.preface
-        )
+        outcome = RoundOutcome(placed(record), output.token_ids.tolist(), output.text, finished)
         writes = SessionWrites(
             tokens_offset=round_.keep_history_tokens,
             tokens=tokens,
@@ -534,7 +528,6 @@ class Coordinator:
                 sampling=round_.sampling,
                 created_s=round_.created_s,
                 created_unix_s=round_.created_unix_s,
-                preface=round_.preface,
             )
             writes = replace(
                 writes, replay_request_id=round_.request_id, replay=encode_outcome(partial)

@@ -29,14 +29,12 @@ class RoundPlaced:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """All that a finished round's stream said, its tokens in one batch. `preface`: what the
-    request brought along for its own repetition."""
+    """All that a finished round's stream said, its tokens in one batch."""
 
     placed: RoundPlaced
     token_ids: list[int]
     text: str
     finished: Finished
-    preface: bytes = b""
 
     def events(self) -> Iterator[RoundPlaced | TokensOut | Finished]:
         """The stream again."""
@@ -60,7 +58,6 @@ class RoundPartial:
     first_token_after_s: float
     last_token_after_s: float
     gaps_s: list[float]
-    preface: bytes = b""
 
     @classmethod
     def of(
@@ -72,7 +69,6 @@ class RoundPartial:
         sampling: SamplingParams,
         created_s: float,
         created_unix_s: float,
-        preface: bytes,
     ) -> RoundPartial:
         """`created_s` is on the clock of the output's times."""
         return cls(
@@ -85,7 +81,6 @@ class RoundPartial:
             first_token_after_s=output.first_token_s - created_s,
             last_token_after_s=output.last_token_s - created_s,
             gaps_s=list(output.gaps_s),
-            preface=preface,
         )
 
     def output(self, *, created_s: float) -> ResumedOutput:

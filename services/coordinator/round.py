@@ -64,7 +64,6 @@ class Round:
     output: RoundOutput = field(default_factory=RoundOutput)
     unseen: bool = False
     """Whether `output` comes from before this call: its client gets it again."""
-    preface: bytes = b""
     detached: bool = False
     """Whether the shared store does not know that the round runs: it could not be asked."""
     record: RoundRecord | None = None
