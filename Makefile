@@ -5,10 +5,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint typecheck protos check clean
+.PHONY: help install demo test bench-engine lint typecheck protos check clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: ## Install AMPD with its CPU engine into .venv (nothing to do the second time)
 	@scripts/install.sh $(VENV)
@@ -18,6 +18,9 @@ demo: install ## Run agents on a local cluster: MODEL=smollm2 (default), tiny or
 
 test: install ## Run the whole test suite, the real engine included
 	$(BIN)/pytest
+
+bench-engine: install ## Rounds per second at the port of the emulated engine
+	@$(BIN)/python benchmarks/engine_port.py
 
 lint: install ## Check style, imports between layers, and the protos
 	$(BIN)/ruff check .

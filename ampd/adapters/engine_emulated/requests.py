@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,10 @@ from ampd.adapters.engine_emulated.pins import Pin
 from ampd.adapters.engine_emulated.sampling import Chooser
 from ampd.core.errors import AmpdError
 from ampd.core.model import PrefillStats, Slo
-from ampd.ports import EngineEvent, GenerateDone, PrefillResult
+from ampd.ports import EngineEvent, GenerateDone, PrefillResult, TokensOut
 
 Outcome = EngineEvent | PrefillResult | AmpdError
+_LAST: Final = (GenerateDone, PrefillResult, AmpdError)
 
 
 class Mailbox:
@@ -41,7 +43,8 @@ class Mailbox:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         outcome = self._outcomes.popleft()
-        self.ended = isinstance(outcome, GenerateDone | PrefillResult | AmpdError)
+        if not isinstance(outcome, TokensOut):
+            self.ended = isinstance(outcome, _LAST)
         if isinstance(outcome, AmpdError):
             raise outcome
         return outcome

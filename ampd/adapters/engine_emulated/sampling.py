@@ -18,23 +18,25 @@ _SEED: Final = 0xE7037ED1A0B428DB
 
 def check(sampling: SamplingParams, vocab_size: int) -> None:
     """AmpdError INVALID_FIELD `sampling...`: a value that vLLM would refuse as well."""
-    for name, is_good, range_ in (
-        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
-        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "in 0..max_tokens"),
-        ("temperature", sampling.temperature >= 0, "at least 0"),
-        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("top_k", sampling.top_k >= 0, "at least 0"),
-        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
-        ("presence_penalty", abs(sampling.presence_penalty) <= 2, "in [-2, 2]"),
-        ("frequency_penalty", abs(sampling.frequency_penalty) <= 2, "in [-2, 2]"),
-        ("repetition_penalty", sampling.repetition_penalty > 0, "positive"),
-        ("stop", all(sampling.stop), "without an empty string"),
-    ):
-        if not is_good:
-            raise invalid_field(f"sampling.{name}", f"must be {range_}")
+    s = sampling
+    _require(s.max_tokens >= 1, "max_tokens", "at least 1")
+    _require(0 <= s.min_tokens <= s.max_tokens, "min_tokens", "in 0..max_tokens")
+    _require(s.temperature >= 0, "temperature", "at least 0")
+    _require(0 < s.top_p <= 1, "top_p", "in (0, 1]")
+    _require(s.top_k >= 0, "top_k", "at least 0")
+    _require(0 <= s.min_p <= 1, "min_p", "in [0, 1]")
+    _require(abs(s.presence_penalty) <= 2, "presence_penalty", "in [-2, 2]")
+    _require(abs(s.frequency_penalty) <= 2, "frequency_penalty", "in [-2, 2]")
+    _require(s.repetition_penalty > 0, "repetition_penalty", "positive")
+    _require("" not in s.stop, "stop", "without an empty string")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        if any(not 0 <= token_id < vocab_size for token_id in getattr(sampling, name)):
-            raise invalid_field(f"sampling.{name}", f"token ids must be below {vocab_size}")
+        for token_id in getattr(s, name):
+            _require(0 <= token_id < vocab_size, name, f"of token ids below {vocab_size}")
+
+
+def _require(holds: bool, name: str, range_: str) -> None:
+    if not holds:
+        raise invalid_field(f"sampling.{name}", f"must be {range_}")
 
 
 class Chooser:
