@@ -1,0 +1,60 @@
+"""Every case of lifecycle.yaml is a scenario here, or says what it still waits for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+from bodies import SCENARIOS
+
+from ampd.core.policies import POLICIES
+
+CASES: Final = {
+    case["id"]: case
+    for case in yaml.safe_load(Path(__file__).with_name("lifecycle.yaml").read_text())
+}
+VLLM_TESTS: Final = (Path(__file__).parents[1] / "e2e", Path(__file__).parents[1] / "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A case about a part that is not built yet."""
+
+    for_what: str
+    is_missing: Callable[[], bool]
+
+
+WAITING: Final = {
+    "simulator-and-live-differ": Waiting(
+        "the simulator", lambda: importlib.util.find_spec("ampd.sim") is None
+    ),
+    "shared-prefix-tier-counted-wrong": Waiting(
+        "the threshold policy", lambda: "threshold" not in POLICIES
+    ),
+}
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_every_case_has_a_scenario(case_id: str) -> None:
+    waiting = WAITING.get(case_id)
+    if waiting is not None:
+        assert waiting.is_missing(), f"{waiting.for_what} is there: {case_id} has to be a scenario"
+        return
+    covered = {case for scenario in SCENARIOS.values() for case in scenario.cases}
+    assert case_id in covered
+
+
+@pytest.mark.parametrize("case_id", [i for i, case in CASES.items() if case.get("engine")])
+def test_cases_of_the_real_engine_are_tests_there(case_id: str) -> None:
+    files = [path.read_text() for folder in VLLM_TESTS for path in folder.glob("*.py")]
+    assert any(f'pytest.mark.case("{case_id}")' in text for text in files)
+
+
+def test_no_scenario_names_an_unknown_case() -> None:
+    named: set[Any] = {case for scenario in SCENARIOS.values() for case in scenario.cases}
+    assert named <= set(CASES)
