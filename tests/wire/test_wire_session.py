@@ -198,7 +198,7 @@ def test_a_worker_is_shown_whole() -> None:
         kv_bytes_per_token=64,
         max_model_tokens=4096,
     )
-    load = WorkerLoad(True, 1, 2.0, 3.0, 4.0, 5.0, 6, 7, 8, 9, 10, 11, 12.0, ("t",))
+    load = WorkerLoad(True, 1, 2.0, 3.0, 4.0, 5.0, 6, 7, 8, 9, 10, 11, ("t",), 12.0)
     message = worker_to_proto(WorkerView(info, load, age_s=0.5))
     assert message.role == worker_pb2.WORKER_ROLE_DECODE
     assert message.load.age.ToMilliseconds() == 500
