@@ -40,6 +40,10 @@ START_TIMEOUT_S: Final = 300.0
 """Until every service serves: loading the engine takes seconds, on a busy machine a minute."""
 STOP_GRACE_S: Final = 10.0
 """From SIGTERM to SIGKILL."""
+KILL_TIMEOUT_S: Final = 10.0
+"""From SIGKILL until the process is gone: giving back gigabytes of memory takes a moment."""
+DRAIN_TIMEOUT_S: Final = 45.0
+"""From SIGTERM until the process has ended by itself: its `drain_s` and what its end takes."""
 LOG_TAIL_LINES: Final = 20
 LOG_LINE_CHARS: Final = 500
 _HEALTH_POLL_S: Final = 0.1
@@ -131,6 +135,11 @@ class LocalCluster:
     progress: Progress = lambda _line: None
     services: list[ServiceProcess] = field(default_factory=list)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _store: EmbeddedStore = field(init=False)
+    _launches: dict[str, _Launch] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._store = EmbeddedStore(appendonly_dir=self.run_dir / "store")
 
     @property
     def address(self) -> str:
@@ -164,11 +173,19 @@ class LocalCluster:
     async def _start(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()
-        store = await self._stack.enter_async_context(EmbeddedStore())
+        kept = self.run_dir / "store"
+        shutil.rmtree(kept, ignore_errors=True)  # an earlier cluster's
+        kept.mkdir()
+        await self._stack.enter_async_context(self._store)
         self.progress("store is up")
         self._stack.push_async_callback(self._stop_services)
         for launch in _launches(self.spec, self.run_dir):
-            self.services.append(await self._launch(launch, store.url))
+            self._launches[launch.name] = launch
+            launch.log.unlink(missing_ok=True)
+            process = await self._launch(launch)
+            self.services.append(
+                ServiceProcess(launch.name, launch.role, launch.address, launch.log, process)
+            )
         try:
             async with asyncio.timeout(START_TIMEOUT_S), asyncio.TaskGroup() as group:
                 for service in self.services:
@@ -182,18 +199,16 @@ class LocalCluster:
                 hint=f"their logs are in {self.run_dir}",
             ) from None
 
-    async def _launch(self, launch: _Launch, store_url: str) -> ServiceProcess:
-        log = self.run_dir / f"{launch.name}.log"
+    async def _launch(self, launch: _Launch) -> asyncio.subprocess.Process:
         command = [str(_console_script(launch.script)), *launch.arguments]
-        with log.open("wb") as output:
-            process = await _spawn(
+        with launch.log.open("ab") as output:
+            return await _spawn(
                 tied_to_this_process(command, signal.SIGKILL),
                 output,
                 # In the environment, because everybody can read a command line and the URL
                 # holds the store's password.
-                {**os.environ, "AMPD_STORE_URL": store_url},
+                {**os.environ, "AMPD_STORE_URL": self._store.url},
             )
-        return ServiceProcess(launch.name, launch.role, launch.address, log, process)
 
     async def _wait_until_serving(self, service: ServiceProcess, started_s: float) -> None:
         async with grpc.aio.insecure_channel(
@@ -208,11 +223,75 @@ class LocalCluster:
                 await asyncio.sleep(_HEALTH_POLL_S)
         self.progress(f"{service.name} is ready after {time.monotonic() - started_s:.0f} s")
 
+    # --- breaking it ----------------------------------------------------------------------
+
+    def service(self, name: str) -> ServiceProcess:
+        """The service of that name, e.g. "decode-0". KeyError for any other."""
+        for service in self.services:
+            if service.name == name:
+                return service
+        raise KeyError(name)
+
+    async def kill(self, name: str) -> None:
+        """End the service as a crash does, frozen or not, and wait until it is gone. Idempotent.
+        CliError when it outlives that for KILL_TIMEOUT_S."""
+        service = self.service(name)
+        service.send(signal.SIGKILL)
+        await _ended(service, KILL_TIMEOUT_S)
+
+    def freeze(self, name: str) -> None:
+        """Stop the service where it stands: its connections stay open and nothing answers."""
+        self.service(name).send(signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        """Let a frozen service go on, as if no time had passed. Idempotent."""
+        self.service(name).send(signal.SIGCONT)
+
+    async def terminate(self, name: str) -> int:
+        """Drain the service and wait for its end; its exit code. CliError when it has not ended
+        after DRAIN_TIMEOUT_S; it goes on ending then."""
+        service = self.service(name)
+        service.send(signal.SIGTERM)
+        return await _ended(service, DRAIN_TIMEOUT_S)
+
+    async def restart(self, name: str) -> None:
+        """Start the service again with the arguments and the address that it had, and wait until
+        it serves; one that still runs is killed first. CliError, with the end of its log, when
+        it does not come up within START_TIMEOUT_S."""
+        started_s = time.monotonic()
+        await self.kill(name)
+        service = self.service(name)
+        service.process = await self._launch(self._launches[name])
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._wait_until_serving(service, started_s)
+        except TimeoutError:
+            raise CliError(
+                f"{name} does not serve; the end of {service.log}:\n{_tail(service.log)}"
+            ) from None
+
+    async def kill_store(self) -> None:
+        """End the store as a crash does: it may lose what was written in its last second."""
+        await self._store.kill()
+
+    def freeze_store(self) -> None:
+        """Stop the store where it stands: connections stay open and nothing answers."""
+        self._store.send(signal.SIGSTOP)
+
+    def thaw_store(self) -> None:
+        """Let a frozen store go on. Idempotent."""
+        self._store.send(signal.SIGCONT)
+
+    async def restart_store(self) -> None:
+        """Start the store again at its address with what it has kept. Idempotent."""
+        await self._store.start()
+
     # --- stopping -------------------------------------------------------------------------
 
     async def _stop_services(self) -> None:
         for service in self.services:
             service.send(signal.SIGTERM)
+            service.send(signal.SIGCONT)  # a frozen one hears nothing
         try:
             async with asyncio.timeout(STOP_GRACE_S):
                 for service in self.services:
@@ -234,6 +313,7 @@ class _Launch:
     script: str
     address: str
     arguments: tuple[str, ...]
+    log: Path
 
 
 def _launches(spec: ClusterSpec, run_dir: Path) -> list[_Launch]:
@@ -261,7 +341,8 @@ def _launches(spec: ClusterSpec, run_dir: Path) -> list[_Launch]:
                 "profile-dir": spec.profile_dir or run_dir / "profiles",
             }
         )
-        launches.append(_Launch(name, role, f"ampd-{role}", address, arguments))
+        log = run_dir / f"{name}.log"
+        launches.append(_Launch(name, role, f"ampd-{role}", address, arguments, log))
     for index in range(spec.coordinators):
         address = f"{HOST}:{next(ports)}"
         name = f"{Role.COORDINATOR}-{index}"
@@ -277,7 +358,16 @@ def _launches(spec: ClusterSpec, run_dir: Path) -> list[_Launch]:
                 "itl-slo-s": spec.itl_slo_s,
             }
         )
-        launches.append(_Launch(name, Role.COORDINATOR, "ampd-coordinator", address, arguments))
+        launches.append(
+            _Launch(
+                name,
+                Role.COORDINATOR,
+                "ampd-coordinator",
+                address,
+                arguments,
+                run_dir / f"{name}.log",
+            )
+        )
     return launches
 
 
@@ -332,6 +422,17 @@ async def _is_serving(channel: grpc.aio.Channel) -> bool:
     except grpc.aio.AioRpcError:
         return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _ended(service: ServiceProcess, timeout_s: float) -> int:
+    """Its exit code, once it has one."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await service.process.wait()
+    except TimeoutError:
+        raise CliError(
+            f"{service.name} has not ended within {timeout_s:.0f} s", hint=f"its log: {service.log}"
+        ) from None
 
 
 def _tail(log: Path) -> str:

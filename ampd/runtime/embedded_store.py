@@ -93,6 +93,18 @@ class EmbeddedStore:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
+    async def kill(self) -> None:
+        """End the server as a crash does and wait until it is gone: what was written in the last
+        second may be lost, `start` brings back the rest. Idempotent."""
+        self.send(signal.SIGKILL)
+        await self.stop()
+
+    def send(self, signum: int) -> None:
+        """Signal the server; nothing where none runs."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
