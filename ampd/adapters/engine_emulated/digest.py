@@ -112,7 +112,7 @@ def keys(tokens: NDArray[np.uint32], start: int, state: int) -> tuple[Words, int
     mixed += table.positions[start:end]
     mixed = _finish(mixed)
     sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
-    np.cumsum(table.steps[start:end] * mixed, out=sums[1:])
+    (table.steps[start:end] * mixed).cumsum(out=sums[1:])
     sums += np.uint64(state * int(table.shrink[start]) & MASK)
     sums *= table.growth[start : end + 1]
     return mixed + sums[:-1] * np.uint64(STATE_WEIGHT), int(sums[-1])

@@ -33,7 +33,7 @@ from ampd.ports import Clock, PrefillDone, StepSample, TokensOut
 MAX_STEP_SAMPLES: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """What one step computes."""
 
@@ -194,7 +194,7 @@ class Steps:
         self._note(step, now_s - started_s)
         for request in step.decodes:
             if request in self._decodes:
-                self._decode(request, now_s)
+                self._decode(request)
         for request in step.entrants:
             if request in self._prefills:
                 self._prefill(request, request.left_tokens, started_s, now_s)
@@ -215,13 +215,17 @@ class Steps:
         if request.turn:
             request.turn, request.compute_start_s = 0, started_s
         start = request.kv_tokens
-        state = self._store.digest(request.places, start)
-        chunk = np.array(request.tokens[start : start + count], np.uint32)
-        keys, _ = digest.keys(chunk, start, state)
-        self._store.write(request.places, start, keys)
-        self._have(request, start + count)
-        if request.left_tokens:
-            return
+        if count == request.left_tokens == 1:
+            state = self._next_position(request)
+        else:
+            state = self._store.digest(request.places, start)
+            chunk = np.array(request.tokens[start : start + count], np.uint32)
+            keys, _ = digest.keys(chunk, start, state)
+            self._store.write(request.places, start, keys)
+            self._have(request, start + count)
+            if request.left_tokens:
+                return
+            state = self._store.digest(request.places, request.kv_tokens)
         del self._prefills[request]
         request.first_token_s = now_s
         if request.decoding is None:
@@ -230,25 +234,29 @@ class Steps:
         request.mailbox.put(PrefillDone(request.prefill_stats()))
         if request.decoding.output.finish_reason is None:
             self._decodes[request] = None
-            self._say(request, self._store.digest(request.places, request.kv_tokens))
+            self._say(request, state)
             return
         text = request.decoding.output.take_text()
         if text:
             request.mailbox.put(TokensOut((), text))
         self._finish(request)
 
-    def _decode(self, request: Request, now_s: float) -> None:
+    def _decode(self, request: Request) -> None:
         """Compute the last token's KV, and the next token from all of it."""
-        store = self._store
-        position = request.kv_tokens
+        if request.kv_tokens < len(request.blocks) * self._store.block_tokens or self._grow(
+            request
+        ):
+            self._say(request, self._next_position(request))
+
+    def _next_position(self, request: Request) -> int:
+        """Compute the KV of one token; the digest of all there is then."""
+        store, position = self._store, request.kv_tokens
         index, place = divmod(position, store.block_tokens)
-        if index == len(request.blocks) and not self._grow(request):
-            return
         state = store.digest(request.places, position)
         key, state = digest.next_key(request.tokens[position], position, state, self._table)
         store.write_one(request.blocks[index], place, key)
         self._have(request, position + 1)
-        self._say(request, state)
+        return state
 
     def _say(self, request: Request, state: int) -> None:
         decoding = request.decoding
