@@ -136,6 +136,9 @@ class PrefillTasks:
             raise
         finally:
             del self._offered[task.task_id]
+            if offered.done.done() and not offered.done.cancelled():
+                # A task may fail before the answer to its offer is lost: nobody reads why.
+                offered.done.exception()
             # Of a claim that was broken off nobody knows whether it lent.
             if offered.history is not None and offered.claimed.is_set():
                 self._chores.create_task(self._engine.reclaim(offered.history), name="reclaim")

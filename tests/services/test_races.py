@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import uuid
 from array import array
@@ -216,3 +217,34 @@ async def test_a_rewind_to_the_beginning_lends_nothing() -> None:
         claimed = await tasks.claim(task_id, "p0")
         assert claimed.history is None
         assert not engine.lent.is_set()
+
+
+class LateAnswer(SilentPrefill):
+    """It fails the task before its answer to the offer is lost."""
+
+    tasks: PrefillTasks
+
+    async def offer(self, task: PrefillTask) -> None:
+        await self.tasks.fail(task.task_id, "p0", "broken")
+        raise AmpdError(ErrorReason.WORKER_UNAVAILABLE, "connection broken")
+
+
+async def test_a_task_that_failed_before_its_offer_was_answered_is_no_surprise() -> None:
+    surprises: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: surprises.append(what))
+    async with asyncio.TaskGroup() as chores:
+        peer = LateAnswer()
+        peer.tasks = PrefillTasks(
+            worker_id="d0",
+            engine=LendingEngine(),
+            peers=peer,  # type: ignore[arg-type]
+            limits=HomeLimits(),
+            chores=chores,
+        )
+        wanted = order()
+        with pytest.raises(AmpdError):
+            await peer.tasks._prefill_at(
+                PrefillTarget("p0", 1, "p0"), wanted, wanted.increment, None
+            )
+    gc.collect()
+    assert not surprises
