@@ -12,10 +12,12 @@ from typing import Any, Final
 from cluster_sim import Life, SimCluster
 from sim_workload import Ask, Seen
 
+from ampd.adapters.engine_emulated import Expected
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import Role
 from ampd.core.prefill_queue import PrefillQueue, QueuedPrefill
 from ampd.v1.session_pb2 import Session
+from ampd.wire import enums
 
 LOOK_EVERY_S: Final = 0.05
 TWO_HOMES_S: Final = 20.0
@@ -56,7 +58,7 @@ class Judge:
     def __init__(self, cluster: SimCluster, allowed: Allowed) -> None:
         self._cluster = cluster
         self._allowed = allowed
-        self._outputs: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._outputs: dict[tuple[tuple[int, ...], str], Expected] = {}
         self._told_running_s: dict[str, float] = {}
         self.ends: Counter[str] = Counter()
         self.rounds = 0
@@ -65,12 +67,12 @@ class Judge:
     def begins(self, ask: Ask, histories: list[list[int]]) -> None:
         """See the protocol."""
 
-    def expected(self, history: list[int], ask: Ask) -> list[int]:
+    def expected(self, history: list[int], ask: Ask) -> Expected:
         """By the oracle, which runs nothing of the cluster."""
         prompt = _kept(history, ask) + ask.increment
-        key = (tuple(prompt), ask.max_tokens)
+        key = (tuple(prompt), ask.request_id)
         if key not in self._outputs:
-            self._outputs[key] = self._cluster.engines.oracle(prompt, ask.max_tokens)
+            self._outputs[key] = self._cluster.engines.expected(prompt, ask.sampling)
         return self._outputs[key]
 
     def saw(self, ask: Ask, histories: list[list[int]], seen: Seen) -> list[list[int]]:
@@ -90,6 +92,9 @@ class Judge:
         if not agree:
             self._explain(ask, histories, seen)
             return histories
+        text = self.expected(agree[0], ask).text
+        if not text.startswith(seen.text):
+            self._violate(ask, f"text {seen.text!r} does not begin {text!r}")
         if seen.finished is not None:
             self._judge_finished(ask, agree[0], seen)
             self.rounds += not seen.replays
@@ -121,32 +126,45 @@ class Judge:
             return False
         expected = self.expected(history, ask)
         if seen.finished is not None:
-            return seen.tokens == expected
-        return seen.tokens == expected[: len(seen.tokens)]
+            return seen.tokens == expected.tokens
+        return seen.tokens == expected.tokens[: len(seen.tokens)]
 
     def _explain(self, ask: Ask, histories: list[list[int]], seen: Seen) -> None:
         """What is wrong with a stream that agrees with no history."""
         told = sorted({placed.history_tokens for placed in seen.placed})
         lengths = [len(_kept(history, ask)) for history in histories]
-        right = [_common(seen.tokens, self.expected(history, ask)) for history in histories]
+        right = [_common(seen.tokens, self.expected(history, ask).tokens) for history in histories]
         self._violate(
             ask,
             f"{len(seen.tokens)} tokens over a history of {told} tokens; the client knows of "
             f"{lengths}, of which so many tokens are right: {right}; finished: "
             f"{seen.finished is not None}; told {_short(seen.tokens)}, not "
-            f"{_short(self.expected(histories[0], ask))}",
+            f"{_short(self.expected(histories[0], ask).tokens)}",
         )
 
     def _judge_finished(self, ask: Ask, history: list[int], seen: Seen) -> None:
         assert seen.finished is not None
-        usage = seen.finished.usage
-        kept = len(_kept(history, ask))
-        told = (usage.history_tokens, usage.increment_tokens, usage.output_tokens)
-        if told != (kept, len(ask.increment), len(seen.tokens)):
-            self._violate(ask, f"usage {told}, not {(kept, len(ask.increment), len(seen.tokens))}")
-        text = self._cluster.engines.text(seen.tokens)
-        if seen.text != text:
-            self._violate(ask, f"text {seen.text!r}, not {text!r}")
+        expected, usage = self.expected(history, ask), seen.finished.usage
+        told = (
+            usage.history_tokens,
+            usage.increment_tokens,
+            usage.output_tokens,
+            usage.kept_output_tokens,
+            enums.FINISH_REASON.from_proto(seen.finished.finish_reason, "finish_reason"),
+            seen.finished.stop_reason,
+        )
+        right = (
+            len(_kept(history, ask)),
+            len(ask.increment),
+            len(expected.tokens),
+            expected.kept_output_tokens,
+            expected.finish_reason,
+            expected.stop_reason,
+        )
+        if told != right:
+            self._violate(ask, f"the end tells {told}, not {right}")
+        if seen.text != expected.text:
+            self._violate(ask, f"text {seen.text!r}, not {expected.text!r}")
 
     def _judge_error(self, ask: Ask, error: AmpdError) -> None:
         reason = error.reason

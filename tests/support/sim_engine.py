@@ -17,8 +17,7 @@ from typing import Any
 
 from virtual_loop import PROCESS, SimProcess
 
-from ampd.adapters.emulated_vocabulary import VOCAB_SIZE, detokenise
-from ampd.adapters.engine_emulated import EmulatedEngine, EmulatedSettings, oracle
+from ampd.adapters.engine_emulated import EmulatedEngine, EmulatedSettings, Expected, expect
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import SamplingParams
@@ -109,16 +108,9 @@ class SimEngines:
         """Its memory is gone."""
         self.memories = {k: m for k, m in self.memories.items() if m.process is not process}
 
-    def oracle(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """What follows the prompt, greedily."""
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        return oracle(prompt, sampling, max_model_tokens=self._shape.max_model_tokens)
-
-    @staticmethod
-    def text(tokens: Sequence[int]) -> str:
-        """How the tokens read."""
-        assert all(token < VOCAB_SIZE for token in tokens)
-        return "".join(map(detokenise, tokens))
+    def expected(self, prompt: Sequence[int], sampling: SamplingParams) -> Expected:
+        """What follows the prompt, by tokens alone."""
+        return expect(prompt, sampling, max_model_tokens=self._shape.max_model_tokens)
 
 
 class SimKvTransport:

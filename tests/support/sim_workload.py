@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import grpc
 from cluster_sim import SimCluster
 
+from ampd.adapters.engine_emulated import Expected
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.model import Role
+from ampd.core.model import Role, SamplingParams
 from ampd.v1 import session_service_pb2 as pb
-from ampd.v1.sampling_params_pb2 import SamplingParams
 from ampd.v1.session_pb2 import Session as SessionProto
 from ampd.v1.session_service_pb2_grpc import SessionServiceStub
 from ampd.wire.errors import STATUS_CODES, from_rpc_error
+from ampd.wire.sampling import sampling_to_proto
 
 FIRST_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 2.0
@@ -90,7 +91,7 @@ class Ask:
     request_id: str
     increment: list[int]
     keep: int | None
-    max_tokens: int
+    sampling: SamplingParams
     deadline_s: float | None = None
     own_close: bool = False
     """The client itself closes the session meanwhile."""
@@ -107,8 +108,8 @@ class Witness(Protocol):
         """One call has ended. Those of the histories that what it told agrees with."""
         ...
 
-    def expected(self, history: list[int], ask: Ask) -> list[int]:
-        """The round's whole output over that history."""
+    def expected(self, history: list[int], ask: Ask) -> Expected:
+        """The round's output over that history."""
         ...
 
     def refused(self, session: str, what: str, error: AmpdError) -> None:
@@ -140,7 +141,7 @@ class Agent:
         self._shape = shape
         self._witness = witness
         self._histories: list[list[int]] = [[]]
-        self._last: tuple[Ask, list[int], list[int]] | None = None
+        self._last: tuple[Ask, list[int]] | None = None
         self._closed = False
         self._has_left = False
         self.session = ""
@@ -240,14 +241,46 @@ class Agent:
         room = self._cluster.shape.max_model_tokens - max(map(len, self._histories)) - count
         if room < shape.max_output_tokens + block:
             keep = 0
-        return Ask(
+        ask = Ask(
             session=self.session,
             request_id=f"{self.name}-{index}",
             increment=[rng.choice(VOCABULARY) for _ in range(count)],
             keep=keep,
-            max_tokens=rng.randint(1, shape.max_output_tokens),
+            sampling=self._sampling(),
             deadline_s=rng.uniform(0.01, 2.0) if rng.random() < shape.deadline_share else None,
         )
+        return self._with_stops(ask) if rng.random() < 0.3 else ask
+
+    def _sampling(self) -> SamplingParams:
+        rng = self._rng
+        max_tokens = rng.randint(1, self._shape.max_output_tokens)
+        warm = rng.random() < 0.4
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.2 else 0,
+            temperature=rng.uniform(0.1, 2.0) if warm else 0.0,
+            seed=rng.getrandbits(31) if warm else None,
+            repetition_penalty=rng.uniform(0.8, 1.5) if rng.random() < 0.2 else 1.0,
+            ignore_eos=rng.random() < 0.5,
+        )
+
+    def _with_stops(self, ask: Ask) -> Ask:
+        """With a stop that this round is likely to come to."""
+        rng = self._rng
+        expected = self._witness.expected(rng.choice(self._histories), ask)
+        text, tokens = expected.text, expected.tokens
+        if rng.random() < 0.3:
+            stops = (rng.choice(tokens), rng.choice(VOCABULARY))
+            ask.sampling = replace(ask.sampling, stop_token_ids=stops)
+        elif len(text) > 1:
+            start = rng.randrange(len(text) - 1)
+            stop = (text[start : start + rng.randint(1, 9)], "never said")
+            ask.sampling = replace(
+                ask.sampling, stop=stop, include_stop_str_in_output=rng.random() < 0.3
+            )
+        # It is another request for the witness, which remembers what it expects of one.
+        ask.request_id += "-stops"
+        return ask
 
     async def _round(self, index: int) -> None:
         rng, shape = self._rng, self._shape
@@ -281,8 +314,8 @@ class Agent:
             if best.finished is not None:
                 before = histories[0]
                 kept = before if ask.keep is None else before[: ask.keep]
-                self._histories = [kept + ask.increment + best.tokens]
-                self._last = (ask, before, best.tokens)
+                self._histories = [kept + ask.increment + self._kept_output(before, ask)]
+                self._last = (ask, before)
                 break
             over = give_up_s is not None and self._cluster.loop.time() - begun_s >= give_up_s
             wait_s = 0.05 * rng.random() if best.error is None else retries.wait_s(best.error)
@@ -319,15 +352,19 @@ class Agent:
             kept = history if ask.keep is None else history[: ask.keep]
             if ask.keep is not None and ask.keep > len(history):
                 continue
-            after = kept + ask.increment + self._witness.expected(history, ask)
+            after = kept + ask.increment + self._kept_output(history, ask)
             if after not in possible:
                 possible.append(after)
         return possible
 
+    def _kept_output(self, history: list[int], ask: Ask) -> list[int]:
+        expected = self._witness.expected(history, ask)
+        return expected.tokens[: expected.kept_output_tokens]
+
     async def _repeat(self) -> None:
         """A finished round once more: the same answer, nothing run twice."""
         assert self._last is not None
-        ask, before, _ = self._last
+        ask, before = self._last
         retries = Retries(self._rng, self._shape.patience_s)
         while True:
             seen = await self._generate(ask, None, replays=True)
@@ -349,7 +386,7 @@ class Agent:
             session_id=ask.session,
             request_id=ask.request_id,
             keep_history_tokens=ask.keep,
-            sampling=SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True),
+            sampling=sampling_to_proto(ask.sampling),
         )
         request.token_ids.ids.extend(ask.increment)
         seen = Seen(ask.session, ask.request_id, replays=replays)
@@ -368,7 +405,7 @@ class Agent:
         detail = seen.error.message[:100] if seen.error else ""
         self._cluster.note(
             self.name, ask.request_id, "keep", ask.keep, "+", len(ask.increment), "max",
-            ask.max_tokens, "got", len(seen.tokens), end, detail,
+            ask.sampling.max_tokens, "got", len(seen.tokens), end, detail,
         )  # fmt: skip
         return seen
 
