@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from engine_contract import GREEDY, Pair, generate, oracle, settled, token_ids
+from engine_contract import GREEDY, Generated, Pair, generate, oracle, settled, token_ids
+from tokenizers import Tokenizer
 
-from ampd.core.model import FinishReason
+from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.model import FinishReason, SamplingParams
 from ampd.ports import PrefillRequest
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
@@ -117,3 +122,162 @@ async def test_text_streams_with_every_token(pair: Pair) -> None:
     assert len(result.event_times_s) >= len(result.tokens)
     await pair.decode.release(result.done.kv)
     await settled(pair.decode)
+
+
+async def _resumed_everywhere(
+    pair: Pair, sampling: SamplingParams, points: Sequence[int] | None = None
+) -> Generated:
+    """The round in one piece, after it was found to go on alike behind each of its tokens."""
+    await pair.clean()
+    prompt = token_ids(random.Random(25), 45)
+    whole = await generate(pair.decode, prompt, sampling=sampling)
+    await pair.decode.release(whole.done.kv)
+    for known in points or range(1, len(whole.tokens) + 1):
+        said, told = whole.tokens[:known], whole.chars_after[known - 1]
+        rest = await generate(pair.decode, prompt, None, sampling, said=said, text_chars=told)
+        await pair.decode.release(rest.done.kv)
+        assert (known, rest.tokens) == (known, whole.tokens[known:])
+        assert (known, rest.text) == (known, whole.text[told:])
+        for name in ("finish_reason", "stop_reason", "output_tokens", "kept_output_tokens"):
+            assert getattr(rest.done, name) == getattr(whole.done, name), (known, name)
+    return whole
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"presence_penalty": 1.9},
+        {"frequency_penalty": 0.4},
+        {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
+        {"presence_penalty": -1.0, "frequency_penalty": 0.9},
+        {"repetition_penalty": 1.3},
+    ],
+)
+async def test_penalties_see_the_output_of_before(pair: Pair, penalties: dict[str, float]) -> None:
+    close = {token: 12.0 - place for place, token in enumerate(range(777, 787))}
+    sampling = replace(GREEDY, max_tokens=14, logit_bias=close)
+    plain = await _resumed_everywhere(pair, sampling, (1, 7, 13))
+    penalised = replace(sampling, **penalties)  # type: ignore[arg-type]
+    whole = await _resumed_everywhere(pair, penalised)
+    assert whole.tokens != plain.tokens
+    await pair.clean()
+
+
+async def test_penalties_of_a_resumed_round_touch_no_other(pair: Pair) -> None:
+    """Several rounds in one batch, some of them resumed, come and go."""
+    close = {token: 12.0 - place for place, token in enumerate(range(777, 787))}
+    base = replace(GREEDY, logit_bias=close)
+    plan = [
+        replace(base, max_tokens=6, frequency_penalty=0.4),
+        replace(base, max_tokens=12),
+        replace(base, max_tokens=18, presence_penalty=0.5, repetition_penalty=1.1),
+        replace(base, max_tokens=9, frequency_penalty=0.3),
+    ]
+    prompts = [token_ids(random.Random(30 + i), 20 + 7 * i) for i in range(len(plan))]
+    await pair.clean()
+    wholes = [
+        await generate(pair.decode, prompt, sampling=sampling)
+        for prompt, sampling in zip(prompts, plan, strict=True)
+    ]
+    rests = await asyncio.gather(
+        *(
+            generate(pair.decode, prompt, None, sampling, said=whole.tokens[:known])
+            for prompt, sampling, whole in zip(prompts, plan, wholes, strict=True)
+            for known in (0, 1, 5)
+        )
+    )
+    for index, rest in enumerate(rests):
+        assert rest.tokens == wholes[index // 3].tokens[(0, 1, 5)[index % 3] :]
+    for done in (*wholes, *rests):
+        await pair.decode.release(done.done.kv)
+    await pair.clean()
+
+
+async def test_bad_words_see_the_output_of_before(pair: Pair) -> None:
+    tokenizer = Tokenizer.from_file(str(Path(pair.decode.info.model) / "tokenizer.json"))
+    (the,), (of,) = (
+        tokenizer.encode(word, add_special_tokens=False).ids for word in (" the", " of")
+    )
+    sampling = replace(GREEDY, max_tokens=6, logit_bias={the: 60.0, of: 40.0})
+    plain = await _resumed_everywhere(pair, sampling, (3,))
+    assert plain.tokens == [the] * 6
+    banned = await _resumed_everywhere(pair, replace(sampling, bad_words=("the the",)))
+    assert banned.tokens == [the, of] * 3
+    await pair.clean()
+
+
+async def test_min_tokens_count_the_output_of_before(pair: Pair) -> None:
+    eos = 2
+    sampling = replace(
+        GREEDY, max_tokens=12, min_tokens=7, ignore_eos=False, logit_bias={eos: 60.0, 777: 40.0}
+    )
+    whole = await _resumed_everywhere(pair, sampling)
+    assert whole.tokens == [777] * 7 + [eos]
+    assert whole.done.finish_reason is FinishReason.STOP
+    await pair.clean()
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_text_and_stop_strings_of_before(pair: Pair, include: bool) -> None:
+    """Characters of several tokens, text held back, stop strings that begin anywhere, and
+    min_tokens that hide one: everything goes on behind every token."""
+    await pair.clean()
+    prompt = token_ids(random.Random(25), 45)
+    plain = await generate(pair.decode, prompt, sampling=replace(GREEDY, max_tokens=16))
+    await pair.decode.release(plain.done.kv)
+    ends = plain.chars_after
+    middle = next(i for i in range(8, 14) if ends[i] - ends[i - 1] > 1)
+    stops = (
+        plain.text[ends[4] + 1 : ends[middle] - 1],  # over several tokens
+        plain.text[ends[2] : ends[2] + 2],
+    )
+    for stop in stops:
+        for min_tokens in (0, 6):
+            await _resumed_everywhere(
+                pair,
+                replace(
+                    GREEDY,
+                    max_tokens=16,
+                    min_tokens=min_tokens,
+                    stop=(stop, "never\x00said"),
+                    include_stop_str_in_output=include,
+                ),
+            )
+    await pair.clean()
+
+
+async def test_text_that_was_not_told_yet_comes_first(pair: Pair) -> None:
+    prompt = token_ids(random.Random(25), 45)
+    whole = await generate(pair.decode, prompt)
+    rest = await generate(
+        pair.decode, prompt, said=whole.tokens[:5], text_chars=whole.chars_after[2]
+    )
+    assert rest.text == whole.text[whole.chars_after[2] :]
+    for done in (whole, rest):
+        await pair.decode.release(done.done.kv)
+    await pair.clean()
+
+
+async def test_a_resumed_seed_goes_on_validly(pair: Pair) -> None:
+    prompt = token_ids(random.Random(25), 45)
+    hot = replace(GREEDY, temperature=1.0, seed=7, allowed_token_ids=(500, 501, 502))
+    whole = await generate(pair.decode, prompt, sampling=hot)
+    rests = [
+        await generate(pair.decode, prompt, None, hot, said=whole.tokens[:3]) for _ in range(2)
+    ]
+    assert rests[0].tokens == rests[1].tokens
+    assert len(rests[0].tokens) == 5
+    assert set(rests[0].tokens) <= {500, 501, 502}
+    for done in (whole, *rests):
+        await pair.decode.release(done.done.kv)
+    await pair.clean()
+
+
+async def test_output_that_cannot_be(pair: Pair) -> None:
+    most = pair.decode.info.max_model_tokens
+    prompt = token_ids(random.Random(25), 45)
+    for said in (array("I", [pair.decode.info.vocab_size]), token_ids(random.Random(1), most)):
+        with pytest.raises(AmpdError) as caught:
+            await generate(pair.decode, prompt, said=said)
+        assert caught.value.reason is ErrorReason.INVALID_FIELD
+        assert caught.value.violations[0].field == "output"

@@ -6,6 +6,8 @@ asyncio front (`engine.VllmEngine`) talks to it through one bounded command queu
     engine.py      the port: checks, events, cancellation          asyncio
     thread.py      commands, steps, leases, statistics             engine thread
     outputs.py     jobs; vLLM's outputs as events and handles
+    resuming.py    a round that goes on behind output from elsewhere: its text, its end
+    penalties.py   ... and its penalties                            called by vLLM in step()
     scheduler.py   who computes in a step: entrants, one prefill   called by vLLM in step()
     step_plan.py   ... as a pure function
     pulls.py       what KV is pulled, confirmed, lent and pinned

@@ -79,25 +79,38 @@ class VllmEngine:
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """See the port."""
         pull = self._pull(request.tokens, request.history, "history")
-        sampling = to_vllm(
-            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            {"slo": None, **pull},
-            has_tokenizer=False,
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        parameters = to_vllm(sampling, {"slo": None, **pull}, has_tokenizer=False)
+        self._check(request.tokens)
+        job = Job(
+            self._unique_id(request.request_id),
+            array("I", request.tokens),
+            parameters,
+            sampling,
+            lends_result=True,
         )
-        job = self._job(request.request_id, request.tokens, sampling, lends_result=True)
         async with _Submitted(self, job) as mailbox:
             return cast("PrefillResult", await mailbox.next())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[EngineEvent, None]:
         """See the port."""
-        pull = self._pull(request.tokens, request.kv, "kv")
-        sampling = to_vllm(
+        pull = self._pull(request.tokens + request.output, request.kv, "kv")
+        parameters = to_vllm(
             request.sampling,
             {"slo": request.slo, **pull},
             has_tokenizer=self._has_tokenizer,
+            output=request.output,
         )
-        job = self._job(request.request_id, request.tokens, sampling, lends_result=False)
-        job.skip_special_tokens = request.sampling.skip_special_tokens
+        self._check(request.tokens, request.output)
+        job = Job(
+            self._unique_id(request.request_id),
+            array("I", request.tokens),
+            parameters,
+            request.sampling,
+            lends_result=False,
+            output_token_ids=request.output.tolist(),
+            characters=request.text_chars,
+        )
         async with _Submitted(self, job) as mailbox:
             while True:
                 event = cast("EngineEvent", await mailbox.next())
@@ -112,14 +125,8 @@ class VllmEngine:
         loan = handles.loan_of(handle, tokens, field)
         return handles.transfer_parameters(loan, handle.tokens)
 
-    def _job(
-        self,
-        request_id: str,
-        tokens: Tokens,
-        sampling: Any,
-        *,
-        lends_result: bool,
-    ) -> Job:
+    def _check(self, tokens: Tokens, output: Tokens | None = None) -> None:
+        """Whether a job over these tokens may be submitted now."""
         if self._thread.failure is not None:
             raise self._thread.failure
         if len(self._mailboxes) >= MAX_REQUESTS:
@@ -133,17 +140,22 @@ class VllmEngine:
                 ErrorReason.CONTEXT_TOO_LONG,
                 f"{len(tokens)} tokens leave no room in a context of {self.info.max_model_tokens}",
             )
-        if max(tokens) >= self.info.vocab_size:
-            raise invalid_field("tokens", f"token ids must be below {self.info.vocab_size}")
-        if len(tokens) + 1 > self.info.kv_capacity_tokens:
+        for name, part in (("tokens", tokens), ("output", output)):
+            if part and max(part) >= self.info.vocab_size:
+                raise invalid_field(name, f"token ids must be below {self.info.vocab_size}")
+        total = len(tokens) + len(output or ())
+        if total > self.info.max_model_tokens:
+            raise invalid_field("output", f"leaves a context of {self.info.max_model_tokens}")
+        if total + 1 > self.info.kv_capacity_tokens:
             raise AmpdError(
                 ErrorReason.KV_TOO_SMALL,
-                f"{len(tokens)} tokens do not fit a KV memory of {self.info.kv_capacity_tokens}",
+                f"{total} tokens do not fit a KV memory of {self.info.kv_capacity_tokens}",
             )
+
+    def _unique_id(self, request_id: str) -> str:
+        """Ids need not be unique over time for the caller; for vLLM they are."""
         self._submitted += 1
-        # Ids need not be unique over time for the caller; for vLLM they are.
-        unique_id = f"{request_id}#{self._submitted}"
-        return Job(unique_id, array("I", tokens), sampling, lends_result)
+        return f"{request_id}#{self._submitted}"
 
     def _deliver(self, outputs: Sequence[tuple[Job, Output]]) -> None:
         """Called on the engine thread."""

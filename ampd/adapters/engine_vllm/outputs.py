@@ -10,10 +10,11 @@ from typing import Any
 from ampd.adapters.engine_vllm.handles import Loan, Payload, encode, tokens_digest
 from ampd.adapters.engine_vllm.pins import Pin, PinTable
 from ampd.adapters.engine_vllm.progress import RequestRecord
+from ampd.adapters.engine_vllm.resuming import End
 from ampd.adapters.engine_vllm.sampling import kept_tokens
 from ampd.adapters.engine_vllm.settings import VllmSettings
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.model import FinishReason, KvHandle
+from ampd.core.model import FinishReason, KvHandle, SamplingParams
 from ampd.ports import EngineEvent, GenerateDone, PrefillDone, PrefillResult, TokensOut
 
 Output = EngineEvent | PrefillResult | AmpdError
@@ -26,14 +27,20 @@ class Job:
 
     request_id: str
     tokens: array[int]
-    sampling: Any  # vllm.SamplingParams
+    parameters: Any  # vllm.SamplingParams
+    sampling: SamplingParams
+    """The whole round's."""
     lends_result: bool
     """A prefill: its one result is a handle that is lent. Otherwise events stream out."""
-    skip_special_tokens: bool = True
+    output_token_ids: list[int] = field(default_factory=list)
+    """With what the round has said before."""
+    characters: int = 0
+    """Of text that was told, before or by this job."""
     internal_id: str = ""
     """vLLM's own name of the request."""
-    output_token_ids: list[int] = field(default_factory=list)
-    characters: int = 0
+    end: End | None = None
+    """Of a round that had ended before: the one token that vLLM makes is thrown away."""
+    is_prefilled: bool = False
     pin_id: str = ""
     """The pin of the finished job: dropped again if the job is cancelled."""
 
@@ -72,13 +79,16 @@ class Translator:
         the job has its `pin_id`, and vLLM nothing of it any more."""
         completion = output.outputs[0]
         outputs: list[Output] = []
-        if completion.token_ids and not job.lends_result:
-            if not job.output_token_ids:
-                outputs.append(PrefillDone(record.prefill_stats(self._block_bytes)))
-            job.output_token_ids.extend(completion.token_ids)
-        if (completion.token_ids or completion.text) and not job.lends_result:
-            job.characters += len(completion.text)
-            outputs.append(TokensOut(tuple(completion.token_ids), completion.text))
+        token_ids, text = tuple(completion.token_ids), completion.text
+        if token_ids and not job.lends_result and not job.is_prefilled:
+            job.is_prefilled = True
+            outputs.append(PrefillDone(record.prefill_stats(self._block_bytes)))
+        if job.end is not None:
+            token_ids, text = (), job.end.text if output.finished else ""
+        if (token_ids or text) and not job.lends_result:
+            job.output_token_ids.extend(token_ids)
+            job.characters += len(text)
+            outputs.append(TokensOut(token_ids, text))
         if not output.finished:
             return outputs
         job.pin_id = record.pin_id
@@ -90,7 +100,7 @@ class Translator:
             handle = self.lend(pin, len(pin.tokens))
             outputs.append(PrefillResult(handle, record.prefill_stats(self._block_bytes)))
         else:
-            outputs.append(self._done(job, pin, completion))
+            outputs.append(self._done(job, pin, job.end or _end(completion)))
         return outputs
 
     def lend(self, pin: Pin, tokens: int) -> KvHandle:
@@ -107,21 +117,21 @@ class Translator:
         )
         return self._handle(pin.pin_id, tokens, pin.lease_s, loan)
 
-    def _done(self, job: Job, pin: Pin, completion: Any) -> GenerateDone:
+    def _done(self, job: Job, pin: Pin, end: End) -> GenerateDone:
         outputs = len(job.output_token_ids)
         kept = outputs
-        if completion.finish_reason == "stop" and isinstance(completion.stop_reason, str):
+        if end.by_stop_string:
             kept = kept_tokens(
                 self._tokenizer,
                 job.tokens.tolist(),
                 job.output_token_ids,
                 job.characters,
-                skip_special_tokens=job.skip_special_tokens,
+                skip_special_tokens=job.sampling.skip_special_tokens,
             )
         self._pins.truncate(pin, len(job.tokens) + kept)
         return GenerateDone(
-            finish_reason=FinishReason(completion.finish_reason),
-            stop_reason="" if completion.stop_reason is None else str(completion.stop_reason),
+            finish_reason=end.finish_reason,
+            stop_reason="" if end.stop_reason is None else str(end.stop_reason),
             output_tokens=outputs,
             kept_output_tokens=kept,
             kv=self._handle(pin.pin_id, len(pin.tokens), pin.lease_s, None),
@@ -131,3 +141,7 @@ class Translator:
         me = self._identity
         payload = encode(Payload(pin_id, loan))
         return KvHandle(me.worker_id, me.incarnation, tokens, lease_s, payload)
+
+
+def _end(completion: Any) -> End:
+    return End(FinishReason(completion.finish_reason), completion.stop_reason)

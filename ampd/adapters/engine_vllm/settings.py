@@ -21,6 +21,7 @@ from ampd.core.model import Role
 CONNECTOR_MODULE = "ampd.adapters.engine_vllm.connector"
 CONNECTOR_CLASS = "AmpdConnector"
 SCHEDULER_MODULE = "ampd.adapters.engine_vllm.scheduler"
+LOGITS_PROCESSOR = "ampd.adapters.engine_vllm.penalties:ResumedPenalties"
 OPTIONS_KEY = "ampd"
 """Where our options lie in vLLM's `additional_config`."""
 
@@ -130,6 +131,7 @@ def engine_arguments(settings: VllmSettings, engine_id: str) -> dict[str, Any]:
         "disable_hybrid_kv_cache_manager": True,
         "skip_tokenizer_init": not has_tokenizer(settings.model),
         "scheduler_cls": f"{SCHEDULER_MODULE}.{variant}",
+        "logits_processors": [LOGITS_PROCESSOR],
         "additional_config": {
             OPTIONS_KEY: {
                 "role": settings.role.value,

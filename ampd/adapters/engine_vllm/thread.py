@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from ampd.adapters.engine_vllm.outputs import Deliver, Identity, Job, Output, Translator
+from ampd.adapters.engine_vllm.resuming import resume
 from ampd.adapters.engine_vllm.settings import (
     Device,
     VllmSettings,
@@ -239,13 +240,39 @@ class EngineThread:
         from vllm.exceptions import VLLMClientError
 
         try:
+            prompt = (job.tokens.tolist() + job.output_token_ids)[: self._most_prompt_tokens]
             job.internal_id = self._llm.add_request(
-                job.request_id, {"prompt_token_ids": job.tokens.tolist()}, job.sampling
+                job.request_id, {"prompt_token_ids": prompt}, job.parameters
             )
         except (VLLMClientError, ValueError) as error:
             self._outbox.append((job, invalid_field("sampling", f"vLLM refuses it: {error}")))
             return
         self._jobs[job.request_id] = job
+        if job.output_token_ids:
+            self._resume(job)
+
+    def _resume(self, job: Job) -> None:
+        """Have vLLM go on with the job's text, or make one token only when it has ended."""
+        request = self._scheduler.requests[job.internal_id]
+        text, job.end = resume(
+            self._llm.renderer.tokenizer,
+            job.tokens.tolist(),
+            job.output_token_ids,
+            job.characters,
+            job.sampling,
+            request.sampling_params,
+            self._settings.max_model_tokens,
+        )
+        if job.end is None:
+            self._llm.output_processor.request_states[job.internal_id].detokenizer = text
+        else:
+            request.max_tokens = 1
+
+    @property
+    def _most_prompt_tokens(self) -> int:
+        """vLLM takes no prompt that fills the context; an output that does has ended, and its
+        last token needs no KV."""
+        return self._settings.max_model_tokens - 1
 
     def cancel(self, job: Job) -> None:
         """Free all that the job holds, whether it runs or has ended."""
