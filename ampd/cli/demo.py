@@ -101,8 +101,8 @@ def demo(
     if emulated:
         profile = profile or EMULATED_PROFILE
         say(
-            f"the engine is emulated: it takes its time from {profile}, and what it says is no "
-            "language; tools, sessions, decisions and the KV that moves are real"
+            f"the engine is emulated: it takes its time from {profile}, counts KV in that model's "
+            "bytes (64 per token really move), and what it says is no language"
         )
     spec = ClusterSpec(
         model=served,
