@@ -16,7 +16,12 @@ import pytest_asyncio
 from cli_harness import Ampdctl
 
 from ampd.adapters.engine_emulated import oracle
-from ampd.cli.cluster import ClusterSpec, EngineKind, LocalCluster
+from ampd.cli.cluster import (
+    EMULATED_KV_CACHE_BYTES,
+    ClusterSpec,
+    EngineKind,
+    LocalCluster,
+)
 from ampd.cli.errors import ExitCode
 from ampd.client import AmpdClient
 from ampd.core.model import SamplingParams as CoreSamplingParams
@@ -71,6 +76,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
         profile="gpu:h100_sxm/Qwen3-32B/tp1",
         time_scale=0.2,
         max_model_tokens=MAX_MODEL_TOKENS,
+        kv_cache_bytes=EMULATED_KV_CACHE_BYTES,
     )
     async with LocalCluster(spec, tmp_path_factory.mktemp("cluster"), progress=print) as started:
         yield started
