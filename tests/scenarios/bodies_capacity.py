@@ -25,7 +25,7 @@ async def more_sessions_than_kv(scene: Scene) -> None:
     running = []
     for _ in range(2):
         dialogue = await scene.open()
-        ask = dialogue.ask(200, 600)
+        ask = dialogue.ask(600, 200)
         running.append((dialogue, ask, client.start(ask)))
         await running[-1][2].streams(1)
     # 2 x 800 of 2048 are promised, and 300 of the paused one had to make room.
@@ -55,10 +55,10 @@ async def a_round_waits_for_kv_and_gets_it(scene: Scene) -> None:
     client = scene.client()
     await client.set_policy("always-local")
     holder = await scene.open()
-    ask = holder.ask(200, 300)
+    ask = holder.ask(400, 100)
     running = client.start(ask)
     other = await scene.open()
-    other_ask = other.ask(200, 500)
+    other_ask = other.ask(500, 200)
     second = client.start(other_ask)
     await asyncio.gather(running.streams(1), second.streams(1))
     waiting = [await scene.open() for _ in range(2)]
@@ -222,6 +222,6 @@ async def a_session_that_no_worker_can_hold(scene: Scene) -> None:
         assert error.retry_after_s is None
         assert not stream.seen.placed
         assert (await dialogue.get()).home_worker == ""
-        await dialogue.round(900, 100)
+        await dialogue.round(1000, 10)
         await dialogue.close()
         await asyncio.sleep(BEAT_S)

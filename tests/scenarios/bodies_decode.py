@@ -28,11 +28,11 @@ async def a_home_dies_in_mid_round(scene: Scene) -> None:
     neither repeats nor skips a token."""
     await scene.client().set_policy("always-remote")
     decoding = await scene.opened(300)
+    home = (await decoding.get()).home_worker
+    early = await scene.opened_at(home)
     ask = decoding.ask(60, 120)
     stream = scene.client().start(ask)
     await stream.streams(10)
-    home = stream.seen.where.decode_worker
-    early = await scene.opened_at(home)
     early_ask = early.ask(2500, 8)
     early_stream = scene.client().start(early_ask)
     await early_stream.placed()
@@ -228,7 +228,7 @@ async def a_home_that_refuses_the_session_is_not_bound(scene: Scene) -> None:
     running = []
     for _ in range(4):
         dialogue = await scene.open()
-        ask = dialogue.ask(300, 500)
+        ask = dialogue.ask(600, 200)
         running.append((dialogue, ask, client.start(ask)))
         await running[-1][2].streams(1)
     late = await scene.open()
@@ -251,7 +251,7 @@ async def a_coordinator_dies_in_mid_stream(scene: Scene) -> None:
     first, second = scene.client(0), scene.client(1)
     await first.set_policy("always-remote")
     dialogue, between = await scene.opened(200), await scene.opened(100)
-    ask = dialogue.ask(50, 300, request_id="the-one")
+    ask = dialogue.ask(50, 120, request_id="the-one")
     stream = first.start(ask)
     await stream.streams(20)
     await scene.driver.kill("coordinator-0")
@@ -306,7 +306,7 @@ async def all_coordinators_die(scene: Scene) -> None:
     """Whatever they knew is in the store: new ones go on with every session."""
     await scene.client().set_policy("always-remote")
     dialogues = [await scene.opened(100) for _ in range(4)]
-    asks = [d.ask(40, 400, request_id=f"r{i}") for i, d in enumerate(dialogues)]
+    asks = [d.ask(40, 150, request_id=f"r{i}") for i, d in enumerate(dialogues)]
     streams = [scene.client(i % 2).start(ask) for i, ask in enumerate(asks)]
     for stream in streams:
         await stream.streams(5)
@@ -315,10 +315,11 @@ async def all_coordinators_die(scene: Scene) -> None:
     for name in scene.shape.names(Role.COORDINATOR):
         await scene.driver.restart(name)
     clients = [await scene.reconnect(index) for index in range(2)]
-    for index, (dialogue, ask, stream) in enumerate(zip(dialogues, asks, streams, strict=True)):
+    again = [clients[index % 2].start(ask) for index, ask in enumerate(asks)]
+    for dialogue, ask, stream, other in zip(dialogues, asks, streams, again, strict=True):
         await stream.error()
         saw = stream.seen.token_ids
-        seen = dialogue.accept(ask, await clients[index % 2].start(ask).end())
+        seen = dialogue.accept(ask, await other.end())
         assert seen.token_ids[: len(saw)] == saw
         check_economy(await dialogue.round())
 

@@ -53,7 +53,7 @@ async def a_decode_worker_drains(scene: Scene) -> None:
     await client.set_policy("always-remote")
     idle = [await scene.opened_at("decode-0", 300) for _ in range(2)]
     busy = await scene.opened_at("decode-0", 100)
-    ask = busy.ask(50, 200)
+    ask = busy.ask(50, 120)
     stream = client.start(ask)
     await stream.streams(3)
     first = await client.drain("decode-0", request_id="drain-once")
@@ -275,7 +275,7 @@ async def a_lost_stream_is_taken_up_again(scene: Scene) -> None:
     for policy in ("always-local", "always-remote"):
         await first.set_policy(policy)
         dialogue = await scene.opened(100)
-        ask = dialogue.ask(60, 200, request_id=f"lost-{policy}")
+        ask = dialogue.ask(60, 80, request_id=f"lost-{policy}")
         stream = first.start(ask)
         await stream.streams(20)
         saw = (await stream.cancel()).token_ids
@@ -301,7 +301,7 @@ async def a_repetition_takes_over_the_round_that_runs(scene: Scene) -> None:
     first, second = scene.client(0), scene.client(1)
     await first.set_policy("always-local")
     dialogue = await scene.opened(100)
-    ask = dialogue.ask(40, 150, request_id="mine")
+    ask = dialogue.ask(40, 80, request_id="mine")
     stream = first.start(ask)
     await stream.streams(10)
     again = second.start(ask)

@@ -21,8 +21,8 @@ from ampd.v1.round_pb2 import (
     ROUTE_REMOTE,
 )
 
-LONG: Final = 3000
-"""Tokens that a prefill worker computes for about a second."""
+LONG: Final = 2000
+"""Tokens that a prefill worker computes for more than half a second."""
 
 
 async def remote_rounds(scene: Scene, counts: list[int]) -> list[tuple[Dialogue, Ask, Stream]]:
@@ -197,7 +197,7 @@ async def a_round_without_room_never_reaches_a_prefill_worker(scene: Scene) -> N
     """Admission comes before the offer: refused is refused before anything was computed."""
     await scene.client().set_policy("always-remote")
     holder, other = await scene.opened(1000), await scene.open()
-    running = scene.client().start(ask := holder.ask(100, 300))
+    running = scene.client().start(ask := holder.ask(300, 100))
     await running.streams(5)
     await asyncio.sleep(BEAT_S)
     before = (await scene.client().workers())[-1].load.ttft_window.ToTimedelta()

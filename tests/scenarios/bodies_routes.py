@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 from catalogue import scenario
-from driver import BLOCK, KV_BYTES_PER_TOKEN, LEASE_S, PREFILL_TOKEN_S, Ability, Shape
+from driver import BLOCK, KV_BYTES_PER_TOKEN, LEASE_S, PREFILL_TOKEN_S, Ability, KvTrouble, Shape
 from google.protobuf.duration_pb2 import Duration
 from scene import Scene, check_economy
 
@@ -27,8 +27,8 @@ async def lengths_at_block_multiples(scene: Scene) -> None:
         for difference in (-1, 0, 1):
             dialogue = await scene.open()
             for k in range(1, 5):
-                # The outputs make histories that end at the border of a block, and beside it.
-                seen = await dialogue.round(k * BLOCK + difference, BLOCK + difference)
+                # One less and the output end at the border of a block.
+                seen = await dialogue.round(k * BLOCK + difference, 1)
                 assert seen.where.route == route
                 assert len(seen.placed) == 1
                 check_economy(seen)
@@ -118,9 +118,9 @@ async def transfers_that_silently_fail_are_noticed(scene: Scene) -> None:
     await scene.client().set_policy("always-remote")
     dialogue = await scene.opened(4 * BLOCK)
     check_economy(await dialogue.round(BLOCK, 4))
-    scene.driver.stick_kv(stuck=True)
+    scene.driver.trouble_kv(KvTrouble.FAILED)
     broken = await dialogue.round(BLOCK, 4)
-    scene.driver.stick_kv(stuck=False)
+    scene.driver.trouble_kv(KvTrouble.NONE)
     with pytest.raises(AssertionError):
         check_economy(broken)
     usage = broken.finished.usage
@@ -204,7 +204,9 @@ async def the_order_changes_when_both_can_be_on_time(scene: Scene) -> None:
     assert attained == {"ampd-paper": [True, True], "always-remote": [True, False]}
 
 
-@scenario(Shape(prefill=1, decode=1, max_model_tokens=16_384, kv_tokens=32_768))
+@scenario(
+    Shape(prefill=1, decode=1, max_model_tokens=16_384, kv_tokens=32_768), needs={Ability.EXACT}
+)
 async def history_at_home_counts_as_cached(scene: Scene) -> None:
     """10,000 tokens at the home: what a local prefill is predicted to cost is its increment."""
     client = scene.client()
@@ -221,7 +223,7 @@ async def history_at_home_counts_as_cached(scene: Scene) -> None:
     check_economy(seen)
 
 
-@scenario()
+@scenario(needs={Ability.EXACT})
 async def a_session_outlives_the_silence_of_its_client(scene: Scene) -> None:
     """Longer than any lease: nothing is rebuilt."""
     await scene.client().set_policy("always-remote")

@@ -49,6 +49,14 @@ class Ability(StrEnum):
     HASH_SEEDS = "interpreters of their own"
 
 
+class KvTrouble(StrEnum):
+    """What can be wrong with a read of a peer's KV."""
+
+    NONE = "none"
+    STUCK = "no end until its timeout"
+    FAILED = "an error at once"
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The cluster of a scenario. Times in seconds, sizes in tokens."""
@@ -150,8 +158,8 @@ class Driver(Protocol):
         """It is back, with all it had; with `lose` without its last second."""
         ...
 
-    def stick_kv(self, *, stuck: bool) -> None:
-        """From now on every KV read gets stuck until its timeout, or none does."""
+    def trouble_kv(self, trouble: KvTrouble) -> None:
+        """What happens to every KV read from now on."""
         ...
 
     def refuse_next(self, worker: str, error: AmpdError) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any, Final
 
 from cluster_sim import Life, SimCluster, SimShape
@@ -14,6 +13,7 @@ from driver import (
     BLOCK,
     LEASE_S,
     Ability,
+    KvTrouble,
     Shape,
     engine_settings,
     names_of,
@@ -144,10 +144,13 @@ class InProcess:
         """See the protocol."""
         self._cluster.store.restart(lose=lose)
 
-    def stick_kv(self, *, stuck: bool) -> None:
+    def trouble_kv(self, trouble: KvTrouble) -> None:
         """See the protocol."""
-        engines = self._cluster.engines
-        engines.faults = replace(engines.faults, stuck_share=1.0) if stuck else KvFaults()
+        self._cluster.engines.faults = {
+            KvTrouble.NONE: KvFaults(),
+            KvTrouble.STUCK: KvFaults(stuck_share=1.0),
+            KvTrouble.FAILED: KvFaults(failed_share=1.0),
+        }[trouble]
 
     def refuse_next(self, worker: str, error: AmpdError) -> None:
         """See the protocol."""

@@ -241,6 +241,10 @@ class Scene:
         """The store has forgotten the process."""
         await self.until(lambda workers: name not in workers, 4.0)
 
+    async def ready(self) -> None:
+        """Every process takes work."""
+        await self.until(all_live(self.shape), COMES_BACK_S)
+
     # --- the end -----------------------------------------------------------------------------
 
     async def finish(self) -> None:
