@@ -158,7 +158,7 @@ class RedisStateStore:
 
     @property
     def life(self) -> str:
-        """The server's run_id at the last heartbeat."""
+        """The server's run_id at the last heartbeat or ping."""
         return self._life
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:
@@ -332,8 +332,9 @@ class RedisStateStore:
         )
 
     async def ping(self) -> None:
-        """Returns when the server answers. AmpdError STORE_UNAVAILABLE."""
-        await self._command("ping", "PING")
+        """Returns when the server answers, whose `life` is known then. STORE_UNAVAILABLE."""
+        life = await self._run("ping", scripts.LIFE, ())
+        self._life = life.decode()
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""

@@ -87,6 +87,13 @@ return {1, redis.call('HGET', KEYS[3], 'spec'), life}
 """
 )
 
+LIFE: Final = Script(
+    """
+-- Which life of the server answers.
+return string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+"""
+)
+
 DEREGISTER: Final = Script(
     """
 -- KEYS: worker, worker index. ARGV: worker_id, incarnation.

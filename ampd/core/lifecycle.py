@@ -17,6 +17,8 @@ from typing import Final
 from ampd.core.errors import AmpdError, ErrorReason, FieldViolation
 from ampd.core.model import Binding, Slo
 
+MAX_DISCARDED: Final = 8
+"""Discarded requests remembered per session."""
 MAX_PREFIX_HOLDERS: Final = 4
 """Prefill workers remembered per session as holding a prefix of it."""
 
@@ -67,6 +69,9 @@ class SessionRecord:
     resumable: str = ""
     """The request_id of a round that ended early with output: that request may go on with it,
     as long as no other round has begun."""
+    discarded: tuple[str, ...] = ()
+    """Requests whose rounds were discarded since the last one settled: a home that has settled
+    one of them all the same takes it back."""
     closed_by: str = ""
     """The request_id that closed it, if it had one: repeating that call gives the same answer."""
 
@@ -93,7 +98,8 @@ def begin(
                 ErrorReason.ROUND_RUNNING,
                 f"round {record.rounds} of session {record.session_id} is still running",
             )
-        record = discard(record, now_unix_s=now_unix_s)
+        # Nobody says that its client has not seen it end: it is not among the discarded.
+        record = replace(record, version=record.version + 1, state=SessionState.IDLE, running=None)
     if running.keep_history_tokens > record.history_tokens:
         raise AmpdError(
             ErrorReason.INVALID_FIELD,
@@ -164,6 +170,7 @@ def settle(
         history_tokens=prompt_tokens + output_tokens,
         last_token_id=last_token_id,
         rounds=record.rounds + 1,
+        discarded=(),
         prefix_holders=holders[:MAX_PREFIX_HOLDERS],
         last_used_unix_s=now_unix_s,
     )
@@ -172,13 +179,14 @@ def settle(
 def discard(record: SessionRecord, *, resumable: str = "", now_unix_s: float) -> SessionRecord:
     """The round failed or was cancelled: the history is what it was before. `resumable`: the
     request that may go on with the output so far, if that is kept."""
-    require_running(record)
+    running = require_running(record)
     return replace(
         record,
         version=record.version + 1,
         state=SessionState.IDLE,
         running=None,
         resumable=resumable,
+        discarded=(*record.discarded, running.request_id)[-MAX_DISCARDED:],
         last_used_unix_s=now_unix_s,
     )
 
@@ -241,11 +249,12 @@ def write_back(
     if settled is not None and stored.rounds < settled.rounds:
         return replace(settled, version=version)
     # Nothing to settle, or the home has published the round meanwhile.
-    published = settled is not None and stored.rounds == settled.rounds
-    if marked or (published and answer_missing):
-        return replace(
-            stored, version=version, state=SessionState.IDLE, running=None, resumable=resumable
-        )
+    if settled is None:
+        if not marked:
+            return None
+        return discard(stored, resumable=resumable, now_unix_s=stored.last_used_unix_s)
+    if marked or (stored.rounds == settled.rounds and answer_missing):
+        return replace(stored, version=version, state=SessionState.IDLE, running=None, resumable="")
     return None
 
 

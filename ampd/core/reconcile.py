@@ -24,8 +24,8 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResidentCopy:
-    """A paused session as its home holds it. `unconfirmed`: rounds may have settled here that
-    the store does not know, because it was down or has restarted since."""
+    """A paused session as its home holds it. `unconfirmed`: rounds have settled here that the
+    store is not known to have."""
 
     session_id: str
     home: Binding
@@ -43,11 +43,10 @@ def fate(stored: SessionRecord | None, copy: ResidentCopy) -> Fate:
         return Fate.PUBLISH if copy.unconfirmed else Fate.DROP
     if stored.state is SessionState.CLOSED:
         return Fate.DROP
-    if stored.rounds < copy.rounds and copy.unconfirmed:
+    # What has settled at a session's home is settled.
+    if stored.rounds < copy.rounds and (copy.unconfirmed or stored.home == copy.home):
         return Fate.PUBLISH
-    # A copy with fewer rounds is old. One with more has settled a round that never got into
-    # the store: the next order says what counts.
-    here = stored.home == copy.home and stored.rounds <= copy.rounds
+    here = stored.home == copy.home and stored.rounds == copy.rounds
     return Fate.KEEP if here else Fate.DROP
 
 

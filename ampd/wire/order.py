@@ -21,6 +21,7 @@ from ampd.wire import enums, names, round, sampling, session, times, tokens  # n
 from ampd.worker.v1 import decode_service_pb2
 
 MAX_TARGETS: Final = 64
+MAX_DISCARDED: Final = 64
 
 _ANY_TOKEN_ID: Final = 2**32
 """Ids are checked against the vocabulary where they enter the cluster, not again here."""
@@ -59,6 +60,7 @@ def order_to_proto(
         ),
         detached=order.detached,
         facts=None if order.facts is None else facts_to_proto(order.facts),
+        discarded=order.discarded,
     )
 
 
@@ -79,6 +81,8 @@ def order_from_proto(message: decode_service_pb2.RunRoundRequest, *, now_s: floa
         raise invalid_field("sampling.max_tokens", "required in an order")
     if len(message.targets) > MAX_TARGETS:
         raise invalid_field("targets", f"at most {MAX_TARGETS}")
+    if len(message.discarded) > MAX_DISCARDED:
+        raise invalid_field("discarded", f"at most {MAX_DISCARDED}")
     asked = sampling.sampling_from_proto(message.sampling, vocab_size=_ANY_TOKEN_ID)
     return RoundOrder(
         session_id=names.required_id(message.session_id, "session_id"),
@@ -112,6 +116,7 @@ def order_from_proto(message: decode_service_pb2.RunRoundRequest, *, now_s: floa
         ),
         detached=message.detached,
         facts=facts_from_proto(message.facts) if message.HasField("facts") else None,
+        discarded=tuple(message.discarded),
     )
 
 

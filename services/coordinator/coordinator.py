@@ -43,15 +43,15 @@ from ampd.ports import (
     TokensOut,
 )
 from ampd.wire.generate import RoundRequest
-from services.coordinator.increment import Increments
-from services.coordinator.placing import Placer
-from services.coordinator.replay import (
+from ampd.wire.replay import (
     RoundOutcome,
     RoundPartial,
     RoundPlaced,
     decode_outcome,
     encode_outcome,
 )
+from services.coordinator.increment import Increments
+from services.coordinator.placing import Placer
 from services.coordinator.round import Candidate, Round, binding_of, placed
 from services.coordinator.settings import RoundLimits
 from services.coordinator.shared_state import Loaded, SharedState
@@ -67,6 +67,13 @@ RoundStreamEvent = RoundPlaced | TokensOut | Finished
 
 _LOST_HOME: Final = frozenset(
     {ErrorReason.WORKER_UNAVAILABLE, ErrorReason.STALE_INCARNATION, ErrorReason.DRAINING}
+)
+_OTHER_STATE: Final = frozenset(
+    {
+        ErrorReason.HISTORY_NOT_RESIDENT,
+        ErrorReason.ROUND_RUNNING,
+        ErrorReason.SESSION_CONFLICT,
+    }
 )
 _NO_ROOM: Final = frozenset({ErrorReason.KV_EXHAUSTED, ErrorReason.QUEUE_FULL})
 
@@ -190,7 +197,7 @@ class Coordinator:
                     raise loaded.outage from error
                 lost = error.reason is ErrorReason.SESSION_CONFLICT
                 if not lost or attempt == MAX_BEGIN_ATTEMPTS:
-                    raise
+                    raise await self._state.doubted(error) from None
                 await asyncio.sleep(BEGIN_RETRY_S)
             else:
                 return begun
@@ -397,6 +404,9 @@ class Coordinator:
                             yield told
                 return
             except AmpdError as error:
+                if round_.detached and not accepted and error.reason in _OTHER_STATE:
+                    # The home knows better than this coordinator, which has no store to ask.
+                    raise AmpdError(ErrorReason.STORE_UNAVAILABLE, error.message) from error
                 if (
                     accepted
                     or order.history is not None

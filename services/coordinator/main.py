@@ -79,6 +79,7 @@ async def serve(
         )
         sessions = Sessions(
             store=store,
+            state=state,
             homes=homes,
             model=settings.model_name or Path(settings.model).name,
             default_slo=settings.slo(),

@@ -18,7 +18,7 @@ from ampd.core.model import (
 )
 from ampd.core.output import RoundOutput
 from ampd.ports import Tokens
-from services.coordinator.replay import RoundPlaced
+from ampd.wire.replay import RoundPlaced
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import SessionRecord
 from ampd.core.model import Binding, PolicySpec, Role, RoundRecord, Slo, WorkerView
 from ampd.ports import Clock, Homes, SessionPage, StateStore
+from services.coordinator.shared_state import SharedState
 
 log = structlog.get_logger(__name__)
 
@@ -28,6 +29,7 @@ class Sessions:
         self,
         *,
         store: StateStore,
+        state: SharedState,
         homes: Homes,
         model: str,
         default_slo: Slo,
@@ -36,6 +38,7 @@ class Sessions:
     ) -> None:
         """`max_sessions`: that one tenant may have open; None: no bound."""
         self._store = store
+        self._state = state
         self._homes = homes
         self.model = model
         self._wall_clock = wall_clock
@@ -56,11 +59,13 @@ class Sessions:
             last_used_unix_s=now_unix_s,
             labels=labels,
         )
-        return await self._store.create_session(record, request_id, self._max_sessions)
+        created = await self._store.create_session(record, request_id, self._max_sessions)
+        self._state.noted(created, request_id)
+        return created
 
     async def get(self, tenant: str, session_id: str) -> SessionRecord:
         """SESSION_NOT_FOUND for an unknown, closed or foreign one."""
-        return lifecycle.require_own(await self._store.get_session(session_id), tenant, session_id)
+        return await self._own(await self._store.get_session(session_id), tenant, session_id)
 
     async def list(self, tenant: str, page_size: int, page_token: str) -> SessionPage:
         """The tenant's open sessions by session_id."""
@@ -75,12 +80,21 @@ class Sessions:
             record = await self._store.get_session(session_id)
             if record is not None and record.tenant == tenant and _closed_by(record, request_id):
                 return record
-            record = lifecycle.require_own(record, tenant, session_id)
+            record = await self._own(record, tenant, session_id)
             closed = lifecycle.close(record, request_id=request_id, now_unix_s=self._wall_clock())
             if await self._store.compare_and_set(closed, record.version):
+                self._state.noted(closed, "")
                 await self._free(record)
                 return closed
         raise lifecycle.conflict(session_id)
+
+    async def _own(
+        self, record: SessionRecord | None, tenant: str, session_id: str
+    ) -> SessionRecord:
+        try:
+            return lifecycle.require_own(record, tenant, session_id)
+        except AmpdError as error:
+            raise await self._state.doubted(error) from None
 
     async def _free(self, record: SessionRecord) -> None:
         if record.home is None:

@@ -35,12 +35,25 @@ FLUSH_EVERY_S: Final = 0.2
 RECENT_S: Final = 5.0
 """A store that syncs its file every second may forget so much when it dies, with room."""
 MAX_RECENT_WRITES: Final = 8192
+RECOVERY_S: Final = 2.0
+"""What homes take to publish what a store has lost, once they know it."""
 WRITE_ATTEMPTS: Final = 2
 WRITE_RETRY_S: Final = 0.1
 """The end of a round is tried again once before it waits for the store: a single operation that
 fails is no outage, and whoever comes next should find the round ended."""
 DISCARD_ATTEMPTS: Final = 8
 """Compare-and-set attempts: each lost one means that another writer got further."""
+
+
+_RESTS_ON_THE_RECORD: Final = frozenset(
+    {
+        ErrorReason.CONTEXT_TOO_LONG,
+        ErrorReason.INVALID_FIELD,
+        ErrorReason.ROUND_RUNNING,
+        ErrorReason.SESSION_CONFLICT,
+        ErrorReason.SESSION_NOT_FOUND,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class PendingWrite:
-    """The end of a round for the store. `settled`: the session as it left it; None: discarded."""
+    """The end of a round for the store. `settled`: the session as it left it; None: discarded.
+    Without an attempt_id: a session as it was created or closed."""
 
     session_id: str
     attempt_id: str
@@ -98,18 +112,41 @@ class SharedState:
             return
         self._answered()
         if self._life and life != self._life:
-            since_s = self._clock() - RECENT_S
-            again = [write for write in self._recent if write.since_s >= since_s]
+            self._recovered_s = now_s = self._clock()
+            again = [write for write in self._recent if write.since_s >= now_s - RECENT_S]
             self._recent.clear()
-            log.warning("store_restarted", rounds_written_again=len(again))
+            log.warning("store_restarted", written_again=len(again))
             for write in again:
-                self._write_later(replace(write, since_s=self._clock()))
+                self._write_later(replace(write, since_s=now_s))
         self._life = life
+
+    def noted(self, record: SessionRecord, request_id: str) -> None:
+        """A session was created or closed: a store that forgets it is told again."""
+        writes = SessionWrites(replay_request_id=request_id)
+        self._recent.append(PendingWrite(record.session_id, "", record, writes, self._clock()))
+
+    async def doubted(self, error: AmpdError) -> AmpdError:
+        """What to answer instead of `error`, which rests on what the store has told: a store that
+        was down or has restarted a moment ago may not have got back what it lacks."""
+        if error.reason in _RESTS_ON_THE_RECORD:
+            if error.reason is ErrorReason.SESSION_NOT_FOUND:
+                try:
+                    await self._store.ping()
+                    self.heard(self._store.life)
+                except AmpdError as failed:
+                    self._failed(failed)
+                    return failed
+            if self.is_recovering():
+                return AmpdError(
+                    ErrorReason.STORE_UNAVAILABLE,
+                    f"the shared store is back and not complete yet: {error.message}",
+                )
+        return error
 
     def is_recovering(self) -> bool:
         """Whether the store was down a moment ago: leases may have run out meanwhile, and who
         lives is not known until everybody has had the time to register again."""
-        return self._clock() - self._recovered_s < self._lease_s
+        return self._clock() - self._recovered_s < self._lease_s + RECOVERY_S
 
     @property
     def pending_writes(self) -> int:
@@ -132,9 +169,12 @@ class SharedState:
         self._workers, self._policy, self._read_s = context.workers, context.policy, self._clock()
         if session_id in self._detached:
             return Loaded(replace(context, session=self._detached[session_id]), True)
-        if session_id in self._pending and session_id in self._sessions:
-            # The store still lags behind what this coordinator has ended.
-            return Loaded(replace(context, session=self._sessions[session_id]), True)
+        known = self._sessions.get(session_id)
+        if session_id in self._pending and known is not None:
+            # The store still lags behind what this coordinator has ended, unless others went on.
+            stored = context.session
+            if stored is None or stored.rounds <= known.rounds:
+                return Loaded(replace(context, session=known), True)
         if context.session is not None:
             self._note(context.session)
         return Loaded(context)
@@ -213,14 +253,38 @@ class SharedState:
             try:
                 await self.swap(round_, settled, round_.session.version, writes)
             except AmpdError as error:
-                if error.reason is not ErrorReason.STORE_UNAVAILABLE:
+                if error.reason is ErrorReason.SESSION_CONFLICT:
+                    if not await self._settle_behind(ended):
+                        raise
+                elif error.reason is not ErrorReason.STORE_UNAVAILABLE:
                     raise
-            else:
-                self._recent.append(ended)
-                return
+                else:
+                    continue
+            self._recent.append(ended)
+            return
         self._write_later(ended)
         self.detach(round_, settled)
         del self._detached[settled.session_id]
+
+    async def _settle_behind(self, ended: PendingWrite) -> bool:
+        """Whether the round's end got into a store that had forgotten its beginning, or that its
+        home was faster with."""
+        try:
+            context = await self._store.load_round(ended.session_id, "")
+            stored, settled = context.session, ended.settled
+            if stored is None or settled is None or stored.state is SessionState.CLOSED:
+                return False
+            if stored.running is None and stored.rounds == settled.rounds:
+                same_home = stored.home == settled.home
+                return same_home and stored.history_tokens == settled.history_tokens
+            # Unless another round has begun, this one is the next.
+            record = lifecycle.write_back(stored, settled, ended.attempt_id)
+            return record is not None and await self._store.compare_and_set(
+                record, stored.version, ended.writes
+            )
+        except AmpdError as error:
+            self._failed(error)
+            return False
 
     async def discard(self, round_: Round, writes: SessionWrites) -> bool:
         """The round ended without a result; whether the session is closed, or gone."""
@@ -308,9 +372,11 @@ class SharedState:
         context = await self._store.load_round(write.session_id, request_id)
         self._answered()
         stored = context.session
-        if stored is None:
+        if stored is None and write.attempt_id:
             # A store that has lost the session gets it from its home first.
             return write.settled is None
+        if stored is None or not write.attempt_id:
+            return await self._write_session_again(write, stored)
         record = lifecycle.write_back(
             stored,
             write.settled,
@@ -335,6 +401,25 @@ class SharedState:
         if written:
             self._note(record)
         return written
+
+    async def _write_session_again(self, write: PendingWrite, stored: SessionRecord | None) -> bool:
+        """A creation or a close that the store may have lost."""
+        record = write.settled
+        if record is None:
+            return True
+        if stored is None and record.state is not SessionState.CLOSED:
+            try:
+                await self._store.create_session(record, write.writes.replay_request_id)
+            except AmpdError as error:
+                # Published by its home at this moment.
+                if error.reason is not ErrorReason.SESSION_CONFLICT:
+                    raise
+        elif stored is not None and record.state is SessionState.CLOSED:
+            if stored.state is SessionState.CLOSED:
+                return True
+            closed = replace(record, version=stored.version + 1)
+            return await self._store.compare_and_set(closed, stored.version)
+        return True
 
     # --- how ---------------------------------------------------------------------------------
 

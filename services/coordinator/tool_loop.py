@@ -25,8 +25,8 @@ from ampd.core.model import Finished, Role, ToolCall, ToolReturn, WorkerInfo
 from ampd.core.tool_calls import ToolCallParser
 from ampd.ports import ChatMessage, Clock, Homes, RoundContext, SessionWrites, StateStore, TokensOut
 from ampd.wire.generate import TOOL_ROLE, RoundRequest
+from ampd.wire.replay import RoundPlaced
 from services.coordinator.coordinator import Coordinator, RoundStreamEvent
-from services.coordinator.replay import RoundPlaced
 from services.coordinator.shared_state import SharedState
 
 log = structlog.get_logger(__name__)

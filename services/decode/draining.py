@@ -75,7 +75,7 @@ class HomeDrain:
 
     def _unpublished(self) -> bool:
         """Whether only this home may know how a round ended."""
-        return any(map(self._home.is_unconfirmed, self._home.sessions()))
+        return any(map(self._home.is_doubtful, self._home.sessions()))
 
     def _next(self) -> str | None:
         """The paused session that was used last, of those to be tried."""
@@ -86,7 +86,7 @@ class HomeDrain:
             for session in self._home.sessions()
             if session.paused
             and session.tokens
-            and not self._home.is_unconfirmed(session)
+            and not self._home.is_doubtful(session)
             and session.session_id not in self._active
             and self._attempts[session.session_id] < MAX_ATTEMPTS
         ]

@@ -83,6 +83,7 @@ class Home:
         self._itl = MeanWindow()
         self._counts_open = True
         self._store_life = ""
+        self._heard_s = float("-inf")
         self.doubts = asyncio.Event()
         """Set when the store may not know what settled here."""
         self.draining = False
@@ -105,7 +106,7 @@ class Home:
             yield Accepted(history_rebuilt=False, resumed=answered.output)
             yield answered.finished
             return
-        self._require_new(order)
+        self._require_next(order)
         session, round_ = self._take_in(order)
         # A task of its own, so that another call can end the round and nothing else.
         round_.task = asyncio.create_task(self._carry_out(session, round_))
@@ -128,15 +129,17 @@ class Home:
         try:
             await self._admit(session, round_)
             await self._release_pins()
+            round_.history_rebuilt = order.keep_history_tokens > 0 and session.kv is None
             emit(
                 Accepted(
-                    history_rebuilt=order.keep_history_tokens > 0 and session.kv is None,
+                    history_rebuilt=round_.history_rebuilt,
                     resumed=round_.output.resumed() if round_.from_kept else None,
                 )
             )
             async with aclosing(self._tasks.prefill(order, round_.context, session.kv)) as places:
                 async for place in places:
                     if isinstance(place, Rerouted):
+                        round_.rerouted = place
                         emit(place)
                     else:
                         round_.computed = place
@@ -166,16 +169,55 @@ class Home:
         if order.detached or running.order.detached:
             raise AmpdError(ErrorReason.ROUND_RUNNING, f"{order.session_id} has a running round")
 
-    def _require_new(self, order: RoundOrder) -> None:
-        """No request is run twice, whatever the store has forgotten or could not be asked."""
+    def _require_next(self, order: RoundOrder) -> None:
+        """What has settled here is settled, whoever knows of it: an order that does not is
+        refused until the store does, and no request is run twice. Nothing changes by a detached
+        order but the session as it is, and only while its home must be this one."""
         session = self._sessions.get(order.session_id)
-        if session is None or order.request_id not in session.settled:
-            return
-        if session.rounds == order.round_index or order.detached:
+        if session is not None:
+            self._take_back(session, order)
+        rounds = session.rounds if session is not None and session.accepted else 0
+        if session is not None and rounds > order.round_index:
+            session.doubtful = True
+            self.doubts.set()
+            raise AmpdError(
+                ErrorReason.SESSION_CONFLICT,
+                f"the shared store does not know yet that round {rounds - 1} of session "
+                f"{order.session_id} has settled",
+            )
+        if session is not None and order.request_id in session.settled:
             raise AmpdError(
                 ErrorReason.SESSION_CONFLICT,
                 f"request {order.request_id!r} of session {order.session_id} has settled a round",
             )
+        if not order.detached:
+            return
+        if session is None or rounds != order.round_index:
+            raise AmpdError(
+                ErrorReason.HISTORY_NOT_RESIDENT,
+                f"session {order.session_id} is not at home at {self._worker_id} as ordered",
+            )
+        if self._clock() - self._heard_s > self._limits.detached_s:
+            raise AmpdError(
+                ErrorReason.STORE_UNAVAILABLE,
+                f"{self._worker_id} has not reached the shared store for so long that its "
+                "sessions may have gone elsewhere",
+            )
+
+    def _take_back(self, session: ResidentSession, order: RoundOrder) -> None:
+        """Undo the last round if its coordinator has discarded it: its client has not seen it
+        end. What the round had cut off does not come back; the store has it."""
+        kept = session.kept
+        if (
+            kept is not None
+            and kept.finished is not None
+            and kept.order.request_id in order.discarded
+            and session.rounds == order.round_index + 1
+        ):
+            session.rounds -= 1
+            session.tokens = session.tokens[: kept.order.keep_history_tokens]
+            session.settled.pop()
+            session.kept = None
 
     def _answered(self, order: RoundOrder) -> KeptRound | None:
         """What is kept of an earlier attempt at this very round."""
@@ -201,8 +243,8 @@ class Home:
         self._sessions[order.session_id] = session
         session.facts, session.slo = order.facts, order.slo
         session.kept = None
-        if session.rounds == order.round_index and not order.detached:
-            session.ahead = False
+        if not order.detached:
+            self.confirm(session, order.round_index)
         session.last_used_s = self._clock()
         session.round = RunningRound(
             order,
@@ -227,7 +269,7 @@ class Home:
         if order.admission_wait_s is not None:
             wait_s = min(wait_s, order.admission_wait_s)
         await self._admission.admit(demand, wait_s)
-        round_.admitted = session.accepted = True
+        session.accepted = True
 
     def _resident(self, order: RoundOrder) -> ResidentSession:
         """The session as this order knows it: resident, or (re)opened from the order."""
@@ -239,17 +281,6 @@ class Home:
             and len(session.tokens) >= keep
         ):
             return session
-        if (
-            session is not None
-            and session.rounds > order.round_index
-            and self.is_unconfirmed(session)
-        ):
-            self.doubts.set()
-            raise AmpdError(
-                ErrorReason.SESSION_CONFLICT,
-                f"the shared store does not know yet that round {session.rounds - 1} of session "
-                f"{order.session_id} has settled",
-            )
         if order.history is None and keep > 0:
             raise AmpdError(
                 ErrorReason.HISTORY_NOT_RESIDENT,
@@ -311,9 +342,9 @@ class Home:
         session.rounds += 1
         session.round = None
         session.settled.append(round_.order.request_id)
-        session.ahead = session.ahead or round_.order.detached
         session.store_life = self._store_life
-        if session.ahead:
+        if round_.order.detached:
+            session.doubtful = True
             self.doubts.set()
         session.last_used_s = self._clock()
         self._unpin(session)
@@ -347,7 +378,8 @@ class Home:
         output = round_.output.resumed()
         if output is not None:
             until_s = session.last_used_s + self._limits.kept_round_s
-            session.kept = KeptRound(round_.order, output, finished, until_s)
+            placed = round_.placed(self._worker_id)
+            session.kept = KeptRound(round_.order, output, placed, finished, until_s)
 
     # --- what prefill workers call ---------------------------------------------------------
 
@@ -416,7 +448,7 @@ class Home:
             raise AmpdError(ErrorReason.DRAINING, f"{self._worker_id} is draining")
         if current is not None and not current.paused:
             raise AmpdError(ErrorReason.ROUND_RUNNING, f"{session.session_id} has a running round")
-        if current is not None and (current.ahead or current.rounds > session.rounds):
+        if current is not None and (current.doubtful or current.rounds > session.rounds):
             raise AmpdError(
                 ErrorReason.SESSION_CONFLICT, f"{self._worker_id} has settled a later round"
             )
@@ -456,18 +488,26 @@ class Home:
 
     def heard(self, life: str | None) -> None:
         """What a heartbeat found: the life of the shared store; None: it did not answer."""
-        if life is not None and life != self._store_life:
+        if life is None:
+            return
+        self._heard_s = self._clock()
+        if life != self._store_life:
             self._store_life = life
             self.doubts.set()
 
-    def is_unconfirmed(self, session: ResidentSession) -> bool:
-        """Whether rounds may have settled here that the store does not know: it was down, or
-        has restarted since the last one."""
-        return session.ahead or session.store_life != self._store_life
+    def is_doubtful(self, session: ResidentSession) -> bool:
+        """Whether the store is likely to lack rounds that settled here, or the session."""
+        return session.doubtful or session.store_life != self._store_life
 
-    def confirm(self, session: ResidentSession) -> None:
-        """The store knows what has settled here."""
-        session.ahead, session.store_life = False, self._store_life
+    def is_unconfirmed(self, session: ResidentSession) -> bool:
+        """Whether rounds have settled here that the store is not known to have."""
+        return self.is_doubtful(session) or session.confirmed_rounds < session.rounds
+
+    def confirm(self, session: ResidentSession, rounds: int) -> None:
+        """The store knows so many of the session's rounds."""
+        session.confirmed_rounds = max(session.confirmed_rounds, rounds)
+        if rounds >= session.rounds:
+            session.doubtful, session.store_life = False, self._store_life
 
     async def sweep(self) -> None:
         """Forget the sessions that nobody has used for long: the store has their tokens."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import structlog
 
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.lifecycle import SessionRecord
 from ampd.core.model import Binding
 from ampd.core.reconcile import Fate, ResidentCopy, fate, published, unpublished
 from ampd.ports import Clock, SessionWrites, StateStore
+from ampd.wire.replay import RoundOutcome, encode_outcome
 from services.decode.home import Home
 from services.decode.round import ResidentSession
 
@@ -19,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 EVERY_S: Final = 5.0
 MAX_SESSIONS_A_PASS: Final = 256
-"""Sessions looked at in one pass, in turn; unconfirmed ones all."""
+"""Sessions looked at in one pass, in turn; doubtful ones all."""
 SETTLING_S: Final = 1.0
 """A session used so recently may be about to be written by its coordinator, which knows more
 of a round than its home: the answer to a repeated request."""
@@ -56,7 +59,7 @@ class Reconciler:
         self._next = 0 if self._next >= len(sessions) else self._next
         turn = sessions[self._next : self._next + MAX_SESSIONS_A_PASS]
         self._next += MAX_SESSIONS_A_PASS
-        doubtful = [session for session in sessions if self._home.is_unconfirmed(session)]
+        doubtful = [session for session in sessions if self._home.is_doubtful(session)]
         try:
             for session in {id(s): s for s in (*doubtful, *turn)}.values():
                 try:
@@ -67,8 +70,8 @@ class Reconciler:
                         raise
         except AmpdError as error:
             log.info("reconcile_ended", error=str(error))
-            if error.reason is ErrorReason.STORE_UNAVAILABLE and doubtful:
-                self._home.doubts.set()
+        if any(map(self._home.is_doubtful, self._home.sessions())):
+            self._home.doubts.set()
 
     async def _reconcile(self, session: ResidentSession) -> None:
         copy = self._copy(session)
@@ -79,20 +82,37 @@ class Reconciler:
             return  # a round has begun, or the session has gone, meanwhile
         match fate(stored, copy):
             case Fate.KEEP:
-                self._home.confirm(session)
+                self._home.confirm(session, copy.rounds)
             case Fate.DROP:
                 log.info("copy_dropped", session=copy.session_id, rounds=copy.rounds)
                 self._home.forget(session)
             case Fate.PUBLISH:
-                if stored is None:
-                    base = unpublished(copy, now_unix_s=self._wall_clock())
-                    stored = await self._store.create_session(base, "")
-                record = published(stored, copy, now_unix_s=self._wall_clock())
-                writes = SessionWrites(tokens=session.tokens)
-                if await self._store.compare_and_set(record, stored.version, writes):
-                    log.info("published", session=copy.session_id, rounds=copy.rounds)
-                    if self._copy(session) == copy:
-                        self._home.confirm(session)
+                await self._publish(session, copy, stored)
+
+    async def _publish(
+        self, session: ResidentSession, copy: ResidentCopy, stored: SessionRecord | None
+    ) -> None:
+        """Tokens, record and the answer of the last round, all or nothing."""
+        now_unix_s = self._wall_clock()
+        if stored is None:
+            base = unpublished(copy, now_unix_s=now_unix_s)
+            stored = await self._store.create_session(base, "")
+        writes = SessionWrites(tokens=session.tokens)
+        kept = session.kept
+        if kept is not None and kept.finished is not None:
+            outcome = RoundOutcome(
+                kept.placed, kept.output.token_ids.tolist(), kept.output.text, kept.finished
+            )
+            writes = replace(
+                writes,
+                replay_request_id=kept.order.request_id,
+                replay=encode_outcome(outcome),
+            )
+        record = published(stored, copy, now_unix_s=now_unix_s)
+        if await self._store.compare_and_set(record, stored.version, writes):
+            log.info("published", session=copy.session_id, rounds=copy.rounds)
+            if self._copy(session) == copy:
+                self._home.confirm(session, copy.rounds)
 
     def _copy(self, session: ResidentSession) -> ResidentCopy | None:
         """The session as it is at home here; None while it is not, or is in use."""
@@ -101,7 +121,7 @@ class Reconciler:
             return None
         if session.facts is None or session.slo is None:
             return None
-        if self._clock() - session.last_used_s < SETTLING_S:
+        if self._clock() - session.last_used_s < SETTLING_S and not session.doubtful:
             return None
         return ResidentCopy(
             session_id=session.session_id,

@@ -13,16 +13,19 @@ from ampd.core.model import (
     Finished,
     KvHandle,
     PrefillStats,
+    Rerouted,
     ResumedOutput,
     RoundEvent,
     RoundOrder,
     RoundTimings,
     RoundUsage,
+    Route,
     SessionFacts,
     Slo,
 )
 from ampd.core.output import RoundOutput
 from ampd.ports import GenerateDone, Tokens
+from ampd.wire.replay import RoundPlaced
 from services.decode.tasks import ComputedPrefill
 
 SETTLED_REQUESTS: Final = 64
@@ -36,6 +39,7 @@ class KeptRound:
 
     order: RoundOrder
     output: ResumedOutput
+    placed: RoundPlaced
     finished: Finished | None
     until_s: float
 
@@ -71,8 +75,11 @@ class ResidentSession:
     """The requests of the last rounds: none of them is run again."""
     accepted: bool = False
     """Whether a round was ever admitted here: before that the session is not at home here."""
-    ahead: bool = False
-    """Whether rounds settled here that the shared store may not know: it was down."""
+    confirmed_rounds: int = 0
+    """Rounds that the shared store is known to have."""
+    doubtful: bool = False
+    """Whether the store is likely to lack rounds that settled here: it was down, or an order
+    came that did not know them."""
     store_life: str = ""
     """Which life of the store was there when the last round settled."""
     moving: asyncio.Task[object] | None = None
@@ -102,7 +109,9 @@ class RunningRound:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     superseded: AmpdError | None = None
     """Why another call ended this round; the task is cancelled with it."""
-    admitted: bool = False
+    rerouted: Rerouted | None = None
+    """Where the prefill has moved; None: as ordered."""
+    history_rebuilt: bool = False
     decoding: bool = False
     """Whether it has said something new."""
     computed: ComputedPrefill | None = None
@@ -117,6 +126,22 @@ class RunningRound:
     def context(self) -> Tokens:
         """All tokens so far: history, increment, output."""
         return self.prompt + self.output.token_ids
+
+    def placed(self, worker_id: str) -> RoundPlaced:
+        """Where it was prefilled, for its own repetition; `worker_id`: this home."""
+        order, moved = self.order, self.rerouted
+        ordered = order.targets[0].worker_id if order.targets else None
+        prefill_worker = ordered if moved is None else moved.prefill_worker
+        return RoundPlaced(
+            round_index=order.round_index,
+            route=Route.LOCAL if prefill_worker is None else Route.REMOTE,
+            reason=order.reason if moved is None else moved.reason,
+            prefill_worker=prefill_worker,
+            decode_worker=worker_id,
+            history_tokens=order.keep_history_tokens,
+            increment_tokens=len(order.increment),
+            history_rebuilt=self.history_rebuilt,
+        )
 
     def finished(self, stats: PrefillStats, done: GenerateDone) -> Finished:
         """The round's last event. `stats`: what the engine here did for the prompt."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from ampd.adapters.tools.limits import ToolLimits
+from ampd.runtime.heartbeat import LEASE_S
 from ampd.runtime.process import WORKER_ID, HostPort
 from ampd.runtime.worker import WorkerSettings
 from ampd.wire.generate import MAX_TEXT_BYTES
@@ -33,6 +34,9 @@ class HomeLimits:
     """Rounds that may wait for KV at once; one more is refused."""
     kept_round_s: float = 60.0
     """How long the output of a round is kept for the request that ran it."""
+    detached_s: float = LEASE_S
+    """How long after its last heartbeat the home begins rounds that the store does not know:
+    as long as its own lease, until when nobody can have taken its sessions for lost."""
 
 
 class DecodeSettings(WorkerSettings):
@@ -84,4 +88,5 @@ class DecodeSettings(WorkerSettings):
             admission_wait_s=self.admission_wait_s,
             max_waiting_rounds=self.max_waiting_rounds,
             kept_round_s=self.kept_round_s,
+            detached_s=self.lease_s,
         )

@@ -48,7 +48,7 @@ CLOSED = lifecycle.close(KNOWN, request_id="", now_unix_s=3.0)
         (None, False, Fate.DROP),
         (None, True, Fate.PUBLISH),
         (replace(KNOWN, rounds=2), True, Fate.PUBLISH),
-        (replace(KNOWN, rounds=2), False, Fate.KEEP),
+        (replace(KNOWN, rounds=2), False, Fate.PUBLISH),
         (replace(KNOWN, rounds=4), True, Fate.DROP),
         (replace(KNOWN, home=ELSEWHERE), True, Fate.DROP),
         (replace(KNOWN, home=Binding("d0", 1)), False, Fate.DROP),

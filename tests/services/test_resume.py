@@ -16,8 +16,8 @@ from ampd.core import lifecycle
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import SessionState
 from ampd.core.model import Binding, TokensOut
+from ampd.wire.replay import RoundPlaced
 from services.coordinator.coordinator import Coordinator, RoundStreamEvent
-from services.coordinator.replay import RoundPlaced
 from services.decode import reconciling
 from services.decode.reconciling import Reconciler
 

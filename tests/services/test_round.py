@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from contextlib import suppress
 from dataclasses import replace
@@ -12,9 +13,10 @@ from inprocess import InProcess, in_process, request, run
 
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import SessionState
-from ampd.core.model import Route, RouteReason
+from ampd.core.model import Binding, Route, RouteReason
 from ampd.ports import GenerateRequest
 from services.coordinator.coordinator import Coordinator
+from services.decode.reconciling import Reconciler
 from services.decode.settings import HomeLimits
 
 
@@ -134,17 +136,36 @@ async def test_a_home_that_forgot_the_session_gets_its_tokens_again() -> None:
         await check_books(cluster)
 
 
-async def test_a_home_ahead_of_the_store_does_not_serve_its_own_story() -> None:
-    """The round was settled at the home and never in the store: the store's history counts."""
-    async with in_process("d0") as cluster:
+async def test_what_settled_at_home_alone_is_refused_to_nobody_and_published() -> None:
+    """The coordinator died between the home's last word and the store's: the round counts."""
+    async with in_process("d0") as cluster, asyncio.timeout(10):
+        coordinator = cluster.coordinators[0]
         session_id = await cluster.new_session()
-        await run(cluster.coordinators[0], request(session_id, range(100, 120)))
-        session = cluster.homes["d0"].home._sessions[session_id]
-        session.tokens = array("I", [5] * len(session.tokens))
-        session.rounds += 1
-        await run(cluster.coordinators[0], request(session_id, [7]))
+        await run(coordinator, request(session_id, range(100, 120)))
+        stored = cluster.store._open.get(session_id)
+        assert stored is not None
+        before = stored.record
+        await run(coordinator, request(session_id, [7], request_id="r"))
+        stored.record = replace(before, version=before.version + 1)
+        cluster.store._replays.pop((session_id, "r"))
+        await refused(coordinator, request(session_id, [8]), ErrorReason.SESSION_CONFLICT)
+        home = cluster.homes["d0"]
+        reconciler = Reconciler(
+            me=Binding("d0", 1),
+            home=home.home,
+            store=cluster.store,
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
+        await reconciler.reconcile()
         expected = array("I", [*range(100, 120), 1, 1, 1, 1, 7, 1, 1, 1, 1])
-        assert cluster.homes["d0"].home._sessions[session_id].tokens == expected
+        assert await cluster.store.read_history(session_id, 0, 29) == expected
+        steps = len(home.engine.samples)
+        again = await run(coordinator, request(session_id, [7], request_id="r"))
+        assert again.finished.history_tokens == 29
+        assert again.placed.decode_worker == "d0"
+        assert len(home.engine.samples) == steps
+        assert (await run(coordinator, request(session_id, [8]))).finished.history_tokens == 34
 
 
 async def test_a_repeated_request_id_gets_the_same_answer_and_runs_nothing() -> None:

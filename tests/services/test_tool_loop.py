@@ -35,7 +35,7 @@ from ampd.ports import (
     ToolRunner,
 )
 from ampd.wire.generate import RoundRequest
-from services.coordinator.replay import RoundPlaced
+from ampd.wire.replay import RoundPlaced
 from services.coordinator.tool_loop import (
     MAX_CALLS,
     ToolCalled,

@@ -31,9 +31,9 @@ from ampd.core.model import (
 from ampd.core.policies import resolve
 from ampd.ports import ToolRunner
 from ampd.wire.generate import RoundRequest
+from ampd.wire.replay import RoundPlaced
 from ampd.wire.sampling import SamplingRequest
 from services.coordinator.coordinator import Coordinator, Identity, RoundStreamEvent
-from services.coordinator.replay import RoundPlaced
 from services.coordinator.sessions import Sessions
 from services.coordinator.settings import RoundLimits
 from services.coordinator.shared_state import SharedState
@@ -172,11 +172,16 @@ class InProcess:
         """Every home publishes its load."""
         for local in self.homes.values():
             await self.store.heartbeat(local.info, local.load(), LEASE_S)
+            local.home.heard(self.store.life)
 
     def sessions(self) -> Sessions:
         """The use case beside the rounds."""
+        state = SharedState(
+            store=self.store, clock=time.monotonic, max_state_age_s=10.0, lease_s=0.0
+        )
         return Sessions(
             store=self.store,
+            state=state,
             homes=LoopbackHomes(self.network),
             model="m",
             default_slo=Slo(10.0, 1.0),
