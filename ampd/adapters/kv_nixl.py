@@ -23,16 +23,31 @@ import ctypes
 import itertools
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 import msgspec
 import numpy as np
-from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
 from ampd.adapters.kv_pieces import as_bytes, check_pieces
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
 from ampd.ports import KvPiece
+
+
+def _nixl() -> Any:
+    """NIXL's Python API, from the package of this machine's CUDA version. Its front package
+    `nixl` chooses among them as well, but asks torch: 200 MB and 4 s."""
+    for package in ("nixl_cu13", "nixl_cu12"):
+        if find_spec(package) is not None:
+            return import_module(f"{package}._api")
+    return import_module("nixl._api")
+
+
+_api: Final = _nixl()
+_bindings: Final = _api.nixlBind
 
 SERVE_POLL_S: Final = 0.002
 """How often an owner that lends is asked for progress."""
@@ -50,7 +65,7 @@ MAX_PAUSE_S: Final = 1e-3
 
 NIXL_ERRORS: Final = tuple(
     error
-    for error in vars(nixlBind).values()
+    for error in vars(_bindings).values()
     if isinstance(error, type) and issubclass(error, Exception)
 )
 """NIXL's exceptions have no base class of their own."""
@@ -63,10 +78,10 @@ class _Locator(msgspec.Struct, frozen=True, array_like=True, tag="nixl"):
     length: int
 
 
-def _agent(name: str, address: int, length: int) -> nixl_agent:
+def _agent(name: str, address: int, length: int) -> Any:
     """An agent without threads, with the memory registered."""
-    config = nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
-    agent = nixl_agent(name, config)
+    config = _api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
+    agent = _api.nixl_agent(name, config)
     agent.register_memory([(address, length, 0, "")], "DRAM")
     return agent
 
@@ -76,7 +91,8 @@ class _Link:
     on to the agent: `destroy` really ends it."""
 
     def __init__(self, name: str, peer: _Locator, address: int, length: int) -> None:
-        self._agent: nixl_agent | None = _agent(name, address, length)
+        self._agent: Any = _agent(name, address, length)
+        """None: destroyed."""
         self._peer = peer
         self._address = address
         self._transfers: dict[int, Any] = {}
@@ -122,7 +138,7 @@ class _Link:
         table = np.zeros((len(spans), 3), dtype=np.uint64)  # address, length, device
         table[:, :2] = spans
         table[:, 0] += np.uint64(address)
-        return nixlBind.nixlXferDList(nixlBind.DRAM_SEG, table)
+        return _bindings.nixlXferDList(_bindings.DRAM_SEG, table)
 
     def has_ended(self, number: int) -> bool:
         """Whether all bytes of the transfer are there. AmpdError WORKER_UNAVAILABLE: it has
@@ -151,6 +167,12 @@ class _Link:
                 transfer._released = True
         self._agent = None
 
+    def tell(self, message: bytes) -> None:
+        """Send a message to the peer. Whoever is gone does not hear it."""
+        if self._agent is not None:
+            with suppress(*NIXL_ERRORS):
+                self._agent.send_notif(self._remote, message)
+
     def _lost(self, why: str) -> AmpdError:
         self.destroy()
         return _unavailable(self._peer, why)
@@ -173,13 +195,14 @@ class NixlKvTransport:
         self._address = 0
         self._length = 0
         self._memory: ctypes.Array[ctypes.c_char] | None = None
-        self._agent: nixl_agent | None = None
+        self._agent: Any = None
         self._locator = b""
         self._links: OrderedDict[str, _Link] = OrderedDict()
         """By the peer's agent, the least recently used first."""
         self._connecting = asyncio.Lock()
         self._connections = itertools.count()
         self._poll_timer: asyncio.TimerHandle | None = None
+        self._hear: Callable[[bytes], None] | None = None
 
     def register(self, memory: memoryview) -> None:
         """See the port."""
@@ -209,9 +232,25 @@ class NixlKvTransport:
             self._poll(asyncio.get_running_loop())
 
     def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._agent is not None:
-            self._agent.get_new_notifs()
-            self._poll_timer = loop.call_later(SERVE_POLL_S, self._poll, loop)
+        if self._agent is None:
+            return
+        self._poll_timer = loop.call_later(SERVE_POLL_S, self._poll, loop)
+        for messages in self._agent.get_new_notifs().values():
+            for message in messages:
+                if self._hear is not None:
+                    self._hear(message)
+
+    def listen(self, hear: Callable[[bytes], None]) -> None:
+        """See the port."""
+        self._hear = hear
+
+    async def tell(self, locator: bytes, message: bytes) -> None:
+        """See the port. Only who has been read is told: a loan that was not read is not over."""
+        with suppress(msgspec.DecodeError, msgspec.ValidationError):
+            peer = msgspec.msgpack.decode(locator, type=_Locator)
+            link = self._links.get(peer.agent)
+            if link is not None:
+                link.tell(message)
 
     async def read(self, locator: bytes, pieces: Sequence[KvPiece], timeout_s: float) -> None:
         """See the port. A peer that was not read before takes about 0.1 s to connect to; one
@@ -276,7 +315,7 @@ class NixlKvTransport:
         name = f"{self._name}-reader-{next(self._connections)}"
         try:
             link = await asyncio.to_thread(_Link, name, peer, self._address, self._length)
-        except (nixlBind.nixlMismatchError, nixlBind.nixlInvalidParamError) as error:
+        except (_bindings.nixlMismatchError, _bindings.nixlInvalidParamError) as error:
             raise invalid_field("locator", f"holds no metadata of NIXL: {error}") from error
         except NIXL_ERRORS as error:
             raise _unavailable(peer, repr(error)) from error

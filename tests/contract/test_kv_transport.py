@@ -127,6 +127,30 @@ async def test_the_pieces_arrive_and_nothing_else(network: Network) -> None:
     assert memory == expected
 
 
+@pytest.mark.parametrize("kind", ["inproc", "nixl"])
+async def test_owners_hear_their_readers_while_they_lend(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async for network in _network(kind, monkeypatch):
+        owner, _ = network.reader("owner")
+        reader, _ = network.reader()
+        heard: list[bytes] = []
+        owner.listen(heard.append)
+        owner.serve(lent=True)
+        await reader.read(owner.locator, [KvPiece(0, 0, 64)], READ_S)
+        await reader.tell(owner.locator, b"one")
+        await reader.tell(owner.locator, b"two")
+        async with asyncio.timeout(READ_S):
+            while len(heard) < 2:  # noqa: ASYNC110 - nothing else tells
+                await asyncio.sleep(0.005)
+        assert heard == [b"one", b"two"]
+        await reader.tell(b"nonsense", b"three")
+        await owner.close()
+        await reader.tell(owner.locator, b"to nobody")
+        await asyncio.sleep(0.02)
+        assert heard == [b"one", b"two"]
+
+
 async def test_more_than_one_transfer_takes(network: Network) -> None:
     owner = await network.owner(0x5A, size=BIG)
     reader, memory = network.reader(size=BIG)
