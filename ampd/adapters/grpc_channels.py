@@ -46,9 +46,10 @@ _OPTIONS: Final = (
 
 
 class Connection:
-    """One address: its channel, and the stubs on it (a stub is not free to make)."""
+    """One life of a server: a channel, and the stubs on it (a stub is not free to make)."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, incarnation: int) -> None:
+        self.incarnation = incarnation
         self.channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self.prefill = PrefillServiceStub(self.channel)
         self.decode = DecodeServiceStub(self.channel)
@@ -79,7 +80,8 @@ class ChannelCache:
     """Connections by address, least recently used first. An async context manager.
 
     At most `max_channels`: over it the one unused for longest is closed; when all are in use,
-    AmpdError QUEUE_FULL.
+    AmpdError QUEUE_FULL. A restarted server gets a new connection: the one to its life before
+    may still wait to be let in again. The old one is closed when its last call has ended.
     """
 
     def __init__(self, *, max_channels: int = MAX_CHANNELS) -> None:
@@ -98,20 +100,33 @@ class ChannelCache:
         await self.close()
 
     @asynccontextmanager
-    async def use(self, address: str) -> AsyncGenerator[Connection, None]:
-        """The connection to `host:port`, kept open at least as long as it is in use."""
-        connection = self._connections.get(address)
+    async def use(self, address: str, incarnation: int) -> AsyncGenerator[Connection, None]:
+        """The connection to that life of `host:port`, or to a later one, kept open at least as
+        long as it is in use."""
+        connection = self._known(address, incarnation)
         if connection is None:
-            await self._make_room()
-            # Another caller may have opened it while the old one was closing.
-            connection = self._connections.get(address) or Connection(address)
-            self._connections[address] = connection
+            if address not in self._connections:
+                await self._make_room()
+            # Another caller may have opened it while an old one was closing.
+            connection = self._known(address, incarnation)
+        before = None
+        if connection is None:
+            before = self._connections.get(address)
+            connection = self._connections[address] = Connection(address, incarnation)
         self._connections.move_to_end(address)
         connection.users += 1
         try:
+            if before is not None and not before.users:
+                await before.channel.close()
             yield connection
         finally:
             connection.users -= 1
+            if not connection.users and self._connections.get(address) is not connection:
+                await connection.channel.close()
+
+    def _known(self, address: str, incarnation: int) -> Connection | None:
+        connection = self._connections.get(address)
+        return None if connection is None or connection.incarnation < incarnation else connection
 
     async def close(self) -> None:
         """Close all; calls in flight fail. Idempotent."""

@@ -72,7 +72,7 @@ class GrpcHomePeer:
     ) -> AsyncGenerator[RoundEvent, None]:
         """The round's events; errors as the port says."""
         request = order_to_proto(order, incarnation=self._incarnation, now_s=self._clock())
-        async with self._channels.use(self._address) as connection:
+        async with self._channels.use(self._address, self._incarnation) as connection:
             call = connection.decode.RunRound(request, timeout=timeout_s)
             try:
                 async for message in call:
@@ -92,7 +92,7 @@ class GrpcHomePeer:
         request = decode_service_pb2.ReleaseRequest(
             incarnation=self._incarnation, session_id=session_id, paused_after=paused_after
         )
-        async with self._channels.use(self._address) as connection:
+        async with self._channels.use(self._address, self._incarnation) as connection:
             with peer_errors():
                 await connection.decode.Release(request, timeout=RELEASE_TIMEOUT_S)
 
@@ -103,7 +103,7 @@ class GrpcHomePeer:
             session_id=session_id,
             target_worker_id=target_worker_id,
         )
-        async with self._channels.use(self._address) as connection:
+        async with self._channels.use(self._address, self._incarnation) as connection:
             with peer_errors():
                 response = await connection.decode.Move(request, timeout=MOVE_TIMEOUT_S)
         return moving.moved_from_proto(response)
@@ -111,7 +111,7 @@ class GrpcHomePeer:
     async def adopt(self, order: AdoptOrder) -> Adopted:
         """Hand the session over to it; errors as the port says."""
         request = moving.adopt_to_proto(order, incarnation=self._incarnation)
-        async with self._channels.use(self._address) as connection:
+        async with self._channels.use(self._address, self._incarnation) as connection:
             with peer_errors():
                 response = await connection.decode.Adopt(request, timeout=ADOPT_TIMEOUT_S)
         return moving.adopted_from_proto(response)
@@ -119,7 +119,7 @@ class GrpcHomePeer:
     async def run_tool(self, call: ToolCall, timeout_s: float | None) -> ToolReturn:
         """Run a tool there; errors as the port says."""
         request = tools.call_to_proto(call, incarnation=self._incarnation)
-        async with self._channels.use(self._address) as connection:
+        async with self._channels.use(self._address, self._incarnation) as connection:
             try:
                 response = await connection.decode.RunTool(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as failure:
@@ -138,7 +138,7 @@ class GrpcWorkerPeer:
     async def drain(self) -> DrainStatus:
         """Let it finish and end; errors as the port says."""
         request = worker_service_pb2.DrainRequest(incarnation=self._incarnation)
-        async with self._channels.use(self._address) as connection:
+        async with self._channels.use(self._address, self._incarnation) as connection:
             with peer_errors():
                 response = await connection.worker.Drain(request, timeout=DRAIN_TIMEOUT_S)
         return moving.drain_from_proto(response)

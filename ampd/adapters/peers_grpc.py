@@ -89,7 +89,7 @@ class GrpcPrefillPeer:
                 now_s=self._clock(),
             ),
         )
-        async with self._channels.use(self._target.address) as connection:
+        async with self._channels.use(self._target.address, self._target.incarnation) as connection:
             with peer_errors():
                 await connection.prefill.Offer(request, timeout=self._timeouts.offer_s)
 
@@ -98,13 +98,13 @@ class GrpcPrefillPeer:
         request = prefill_service_pb2.WithdrawRequest(
             incarnation=self._target.incarnation, task_id=task_id
         )
-        async with self._channels.use(self._target.address) as connection:
+        async with self._channels.use(self._target.address, self._target.incarnation) as connection:
             with peer_errors():
                 await connection.prefill.Withdraw(request, timeout=self._timeouts.withdraw_s)
 
     async def lost(self) -> None:
         """Returns when that life of the worker is gone."""
-        async with self._channels.use(self._target.address) as connection:
+        async with self._channels.use(self._target.address, self._target.incarnation) as connection:
             await connection.lost(self._target.incarnation)
 
 
@@ -124,7 +124,7 @@ class GrpcDecodePeer:
         request = decode_service_pb2.ClaimRequest(
             incarnation=self._incarnation, task_id=task_id, worker_id=worker_id
         )
-        async with self._channels.use(self._address) as connection:
+        async with self._channels.use(self._address, self._incarnation) as connection:
             with peer_errors():
                 response = await connection.decode.Claim(request, timeout=self._timeouts.claim_s)
         return worker_protocol.claimed_from_proto(response)
@@ -152,6 +152,6 @@ class GrpcDecodePeer:
         )
 
     async def _complete(self, request: decode_service_pb2.CompleteRequest) -> None:
-        async with self._channels.use(self._address) as connection:
+        async with self._channels.use(self._address, self._incarnation) as connection:
             with peer_errors():
                 await connection.decode.Complete(request, timeout=self._timeouts.complete_s)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 
+import grpc
 import pytest
 
 from ampd.adapters.grpc_channels import ChannelCache
@@ -713,3 +714,22 @@ async def test_connections_are_bounded(world: World) -> None:
         lost.cancel()
         with pytest.raises(asyncio.CancelledError):
             await lost
+
+
+@pytest.mark.parametrize("world", ["grpc"], indirect=True)
+async def test_a_new_life_gets_a_new_connection(world: World) -> None:
+    """The one to the life before may be waiting to try again, or still be in use."""
+    async with ChannelCache() as channels:
+        address = world.decode_address
+        async with channels.use(address, 1) as first:
+            async with channels.use(address, 2) as second:
+                assert second is not first
+                async with channels.use(address, 1) as late:
+                    assert late is second
+            lost = asyncio.create_task(first.lost(1))
+            await asyncio.wait([lost], timeout=5.0)
+            assert lost.done()
+        with pytest.raises(grpc.aio.UsageError):
+            await first.lost(1)
+        async with channels.use(address, 2) as still:
+            assert still is second
