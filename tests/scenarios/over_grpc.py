@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,7 @@ class _Life:
     """From a start to its end."""
 
     name: str
+    cluster: OverGrpc
     shutdown: Shutdown = field(default_factory=Shutdown)
     task: asyncio.Task[None] | None = None
     parts: dict[str, Any] = field(default_factory=dict)
@@ -126,7 +127,7 @@ class OverGrpc:
         await self._registered(names_of(self.shape))
 
     def _start(self, name: str) -> None:
-        life = _Life(name)
+        life = _Life(name, self)
         settings = {
             "worker_id": name,
             "listen": self._addresses[name],
@@ -166,9 +167,7 @@ class OverGrpc:
 
     def _is_known(self, name: str, info: Any) -> bool:
         server = self._lives[name].parts.get("server")
-        return (
-            info is not None and server is not None and info.incarnation == server._incarnation
-        )
+        return info is not None and server is not None and info.incarnation == server._incarnation
 
     async def stop_all(self) -> None:
         """The end."""
@@ -264,13 +263,26 @@ class OverGrpc:
                 if "home" in life.parts:
                     life.parts["home"]._ledger.check()
 
-    # --- the edges -----------------------------------------------------------------------------
+    async def start_engine(self, worker_id: str, incarnation: int) -> EmulatedEngine:
+        """One of the scenario's shape."""
+        return EmulatedEngine(
+            engine_settings(self.shape),
+            worker_id=worker_id,
+            incarnation=incarnation,
+            transport=_Transport(self, self._kv, worker_id, incarnation),
+        )
 
-    def install(self, stack: ExitStack) -> None:
-        """Engines of the scenario's shape with a common KV network, and an eye on the parts."""
-        patch = mock.patch.object
+
+# --- the edges: engines with a common KV network, and an eye on the parts of a life ---------------
+
+
+@contextmanager
+def edges() -> Iterator[None]:
+    """For all clusters of this process."""
+    patch = mock.patch.object
+    with ExitStack() as stack:
         for module in (prefill_main, decode_main):
-            stack.enter_context(patch(module, "start_engine", self._start_engine))
+            stack.enter_context(patch(module, "start_engine", _start_engine))
             stack.enter_context(patch(module, "cost_model", _cost_model))
         for module, name, part in (
             (decode_main, "Home", "home"),
@@ -282,18 +294,16 @@ class OverGrpc:
         opened = ProcessSettings.open_store
         open_store = _kept(lambda settings: _Store(opened(settings)), "store")
         stack.enter_context(patch(ProcessSettings, "open_store", open_store))
+        yield
 
-    async def _start_engine(
-        self, settings: Any, role: Role, incarnation: int, *_: Any, **__: Any
-    ) -> EmulatedEngine:
-        engine = EmulatedEngine(
-            engine_settings(self.shape),
-            worker_id=settings.worker_id,
-            incarnation=incarnation,
-            transport=_Transport(self, self._kv, settings.worker_id, incarnation),
-        )
-        _LIFE.get().parts["engine"] = engine
-        return engine
+
+async def _start_engine(
+    settings: Any, role: Role, incarnation: int, *_: Any, **__: Any
+) -> EmulatedEngine:
+    life = _LIFE.get()
+    engine = await life.cluster.start_engine(settings.worker_id, incarnation)
+    life.parts["engine"] = engine
+    return engine
 
 
 async def _cost_model(*_: Any) -> CostModel:
@@ -313,13 +323,11 @@ def _kept(make: Callable[..., T], part: str) -> Callable[..., T]:
 
 @asynccontextmanager
 async def running(shape: Shape, folder: Path) -> AsyncIterator[OverGrpc]:
-    """A cluster of that shape."""
+    """A cluster of that shape, within `edges`."""
     async with EmbeddedStore(appendonly_dir=folder) as store:
         cluster = OverGrpc(shape, store)
-        with ExitStack() as stack:
-            cluster.install(stack)
-            try:
-                await cluster.start_all()
-                yield cluster
-            finally:
-                await cluster.stop_all()
+        try:
+            await cluster.start_all()
+            yield cluster
+        finally:
+            await cluster.stop_all()

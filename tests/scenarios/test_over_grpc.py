@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
+from contextlib import AbstractAsyncContextManager
+from typing import Final
 
 import pytest
 import pytest_asyncio
 from bodies import SCENARIOS
+from campaign import Campaign, campaign, selected
 from catalogue import Scenario
-from over_grpc import ABILITIES, OverGrpc, running
-from scene import Scene
+from driver import Shape
+from over_grpc import ABILITIES, OverGrpc, edges, running
+
+LANES: Final = 4
 
 OVER_GRPC = [s for s in SCENARIOS.values() if s.needs <= ABILITIES and "over_grpc" not in s.not_on]
-SHAPES = list({scenario.shape: None for scenario in OVER_GRPC})
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(
+async def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[OverGrpc]:
-    async with running(request.param, tmp_path_factory.mktemp("store")) as started:
-        yield started
+) -> AsyncIterator[Campaign]:
+    def start(shape: Shape) -> AbstractAsyncContextManager[OverGrpc]:
+        return running(shape, tmp_path_factory.mktemp("store"))
+
+    with edges():
+        async with campaign(selected(request, "test_over_grpc"), start, LANES) as started:
+            yield started
 
 
-@pytest.mark.parametrize(
-    ("cluster", "scenario"),
-    [
-        pytest.param(scenario.shape, scenario, id=scenario.name)
-        for shape in SHAPES
-        for scenario in OVER_GRPC
-        if scenario.shape == shape
-    ],
-    indirect=["cluster"],
-)
-async def test_over_grpc(scenario: Scenario, cluster: OverGrpc) -> None:
-    scene = Scene(scenario.name, cluster)
-    await cluster.restore()
-    await scene.ready()
-    try:
-        await scenario.body(scene)
-        await scene.finish()
-    finally:
-        await scene.leave()
+@pytest.mark.parametrize("scenario", OVER_GRPC, ids=lambda scenario: scenario.name)
+async def test_over_grpc(scenario: Scenario, run: Campaign) -> None:
+    await run.went(scenario)
