@@ -168,10 +168,10 @@ async def test_penalties_of_a_resumed_round_touch_no_other(pair: Pair) -> None:
     close = {token: 12.0 - place for place, token in enumerate(range(777, 787))}
     base = replace(GREEDY, logit_bias=close)
     plan = [
-        replace(base, max_tokens=6, frequency_penalty=0.4),
+        replace(base, max_tokens=6, frequency_penalty=1.9),
         replace(base, max_tokens=12),
-        replace(base, max_tokens=18, presence_penalty=0.5, repetition_penalty=1.1),
-        replace(base, max_tokens=9, frequency_penalty=0.3),
+        replace(base, max_tokens=18, presence_penalty=1.9, repetition_penalty=1.1),
+        replace(base, max_tokens=9, frequency_penalty=1.1),
     ]
     prompts = [token_ids(random.Random(30 + i), 20 + 7 * i) for i in range(len(plan))]
     await pair.clean()
