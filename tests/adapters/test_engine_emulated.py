@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from virtual_loop import run_virtual
 
 from ampd.adapters.engine_emulated import EmulatedEngine, EmulatedSettings, expect, oracle
+from ampd.adapters.engine_emulated.pins import READER_TAIL_S
 from ampd.adapters.kv_inproc import InprocKvNetwork, InprocKvTransport
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
 from ampd.core.errors import AmpdError, ErrorReason
@@ -538,8 +539,11 @@ def test_leases_end_on_the_engines_clock_though_nobody_asks() -> None:
         await asyncio.sleep(4.9)
         assert (await pair.prefill.stats_now()).kv_pinned_tokens > 0
         await asyncio.sleep(0.2)
-        assert transport_of(pair.prefill).served == [True, False]
         assert (await pair.prefill.stats_now()).kv_pinned_tokens == 0
+        # A reader in the middle of it is helped to its end.
+        assert transport_of(pair.prefill).served == [True]
+        await asyncio.sleep(READER_TAIL_S)
+        assert transport_of(pair.prefill).served == [True, False]
         # A loan renews the lease of its pin.
         await asyncio.sleep(90)
         await pair.decode.lend(pin, 8)
@@ -557,17 +561,28 @@ def test_leases_end_on_the_engines_clock_though_nobody_asks() -> None:
     run_virtual(main())
 
 
-async def test_the_transport_serves_while_something_is_lent(pair: Pair) -> None:
-    served = transport_of(pair.decode).served
-    first, second = [(await generate(pair.decode, PROMPT[:n])).done.kv for n in (20, 30)]
-    assert served == []
-    await pair.decode.lend(first, 10)
-    await pair.decode.lend(first, 20)
-    await pair.decode.lend(second, 20)
-    await pair.decode.reclaim(first)
-    assert served == [True]
-    await pair.decode.release(second)
-    assert served == [True, False]
+def test_the_transport_serves_while_something_is_lent() -> None:
+    async def main() -> None:
+        pair = new_pair(virtual=True)
+        served = transport_of(pair.decode).served
+        first, second = [(await generate(pair.decode, PROMPT[:n])).done.kv for n in (20, 30)]
+        assert served == []
+        await pair.decode.lend(first, 10)
+        await pair.decode.lend(first, 20)
+        await pair.decode.lend(second, 20)
+        await pair.decode.reclaim(first)
+        await asyncio.sleep(10)
+        assert served == [True]
+        await pair.decode.release(second)
+        await asyncio.sleep(READER_TAIL_S)
+        assert served == [True, False]
+        # Read to its end: nobody can be in the middle of it.
+        lent = await pair.decode.lend(first, 10)
+        await pair.prefill.prefill(PrefillRequest("p", PROMPT, lent))
+        assert served == [True, False] * 2
+        await close(pair)
+
+    run_virtual(main())
 
 
 # --- time ---------------------------------------------------------------------------------

@@ -97,3 +97,11 @@ async def close(pair: Pair) -> None:
     for engine in (pair.prefill, pair.decode):
         assert isinstance(engine, CheckedEngine)
         await engine.engine.close()
+
+
+def forget(pair: Pair) -> None:
+    """Drop every pin and all cached KV, whoever left them."""
+    for engine in (pair.prefill, pair.decode):
+        assert isinstance(engine, CheckedEngine)
+        engine.engine._pins.release_all()
+        engine.engine.evict()

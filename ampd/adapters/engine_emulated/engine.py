@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Final, cast
 
 import numpy as np
@@ -92,6 +93,7 @@ class EmulatedEngine:
         self._arrivals = 0
         self._failure: AmpdError | None = None
         self._lease_timer: asyncio.TimerHandle | None = None
+        self._tail_timer: asyncio.TimerHandle | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -394,12 +396,23 @@ class EmulatedEngine:
 
     def _serve(self, lent: bool) -> None:
         """The first loan begins, or the last one has ended."""
-        self._transport.serve(lent=lent)
-        if self._lease_timer is not None:
-            self._lease_timer.cancel()
-            self._lease_timer = None
+        self._stop_timers()
         if lent:
+            self._transport.serve(lent=True)
             self._watch_leases()
+            return
+        left_s = self._pins.readers_until_s - self._clock()
+        if left_s > 0:
+            loop = asyncio.get_running_loop()
+            self._tail_timer = loop.call_later(left_s, partial(self._transport.serve, lent=False))
+        else:
+            self._transport.serve(lent=False)
+
+    def _stop_timers(self) -> None:
+        for timer in (self._lease_timer, self._tail_timer):
+            if timer is not None:
+                timer.cancel()
+        self._lease_timer = self._tail_timer = None
 
     def _watch_leases(self) -> None:
         """While anything is lent its lease ends on time, though nobody asks."""
@@ -455,6 +468,7 @@ class EmulatedEngine:
             self._fail(AmpdError(ErrorReason.ENGINE_FAILED, "the engine is closed"))
         await self._steps.close()
         self._pins.release_all()
+        self._stop_timers()
         await self._transport.close()
 
 

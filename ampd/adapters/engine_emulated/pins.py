@@ -18,6 +18,9 @@ from ampd.core.errors import AmpdError, ErrorReason
 
 MAX_PINS: Final = 65_536
 """Pins of one engine; requests beyond it are refused."""
+READER_TAIL_S: Final = 1.0
+"""A loan that ended unread may have a reader in the middle of it, which needs the transport's
+help to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +54,8 @@ class PinTable:
         self._made = 0
         self._lent = 0
         self._serves = False
+        self.readers_until_s = -inf
+        """Until when there may be readers of loans that have ended."""
         self._next_expiry_s = inf
         """No pin expires before."""
 
@@ -87,6 +92,7 @@ class PinTable:
         QUEUE_FULL beyond MAX_LOANS."""
         if pin.loan_id:
             del self._loans[pin.loan_id]
+            self.readers_until_s = self._clock() + READER_TAIL_S
         elif not self._slots:
             raise AmpdError(ErrorReason.QUEUE_FULL, "too much KV is lent", retry_after_s=1.0)
         else:
@@ -100,14 +106,16 @@ class PinTable:
             self._serves = True
             self._serve(True)
 
-    def reclaim(self, pin: Pin) -> None:
-        """End the pin's loan, if any."""
+    def reclaim(self, pin: Pin, *, is_read: bool = False) -> None:
+        """End the pin's loan, if any; `is_read`: its reader has said that it is done."""
         if not pin.loan_id:
             return
         self._store.loans[pin.slot] = 0
         self._slots.append(pin.slot)
         del self._loans[pin.loan_id]
         pin.loan_id = 0
+        if not is_read:
+            self.readers_until_s = self._clock() + READER_TAIL_S
         if not self._loans:
             self._serves = False
             self._serve(False)
@@ -123,10 +131,9 @@ class PinTable:
         pin = self._loans.get(loan_id)
         if pin is None:
             return False
+        self.reclaim(pin, is_read=True)
         if pin.release_on_read:
             self.release(pin)
-        else:
-            self.reclaim(pin)
         return True
 
     def expire(self) -> bool:
@@ -159,5 +166,6 @@ class PinTable:
             raise AssertionError(f"loans: {stands} stand in memory, {lent} are alive")
         if {pin.loan_id for pin in self._loans.values()} != set(self._loans):
             raise AssertionError("loans: a pin has another loan than is kept")
-        if len(self._slots) + len(lent) != MAX_LOANS or not lent.keys().isdisjoint(self._slots):
+        lost = len(self._slots) + len(lent) != MAX_LOANS
+        if lost or (lent and not lent.keys().isdisjoint(self._slots)):
             raise AssertionError("loans: a slot is lost")
