@@ -88,6 +88,8 @@ class ClusterSpec:
     """How long a second of the profile takes on an emulated engine."""
     profile_dir: Path | None = None
     """Where workers keep what they measured of themselves; None: below the run directory."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More of every service's environment: settings that have no place here, as AMPD_..."""
 
     @property
     def worker_threads(self) -> int:
@@ -207,7 +209,11 @@ class LocalCluster:
                 output,
                 # In the environment, because everybody can read a command line and the URL
                 # holds the store's password.
-                {**os.environ, "AMPD_STORE_URL": self._store.url},
+                {
+                    **os.environ,
+                    **self.spec.environment,
+                    "AMPD_STORE_URL": self._store.url,
+                },
             )
 
     async def _wait_until_serving(self, service: ServiceProcess, started_s: float) -> None:
