@@ -219,6 +219,12 @@ async def test_stop_strings_cut_text_and_tokens(pair: Pair) -> None:
         await pair.decode.release(got.done.kv)
 
 
+async def test_output_of_another_vocabulary_is_refused(pair: Pair) -> None:
+    with pytest.raises(AmpdError) as refused:
+        await generate(pair.decode, PROMPT, said=[SETTINGS.vocab_size])
+    assert refused.value.violations[0].field == "output"
+
+
 def test_the_oracle_refuses_what_nobody_can_know() -> None:
     with pytest.raises(ValueError, match="seed"):
         right(PROMPT, replace(GREEDY, temperature=1.0))

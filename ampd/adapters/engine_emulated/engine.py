@@ -123,6 +123,8 @@ class EmulatedEngine:
             context_left_tokens=self._settings.max_model_tokens - len(tokens),
             text_chars=request.text_chars,
         )
+        if request.output and max(request.output) >= self._settings.vocab_size:
+            raise invalid_field("output", f"token ids must be below {self._settings.vocab_size}")
         for token_id in request.output:
             output.add(token_id)
         tokens.extend(request.output)
