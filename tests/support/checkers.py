@@ -103,7 +103,7 @@ class Judge:
     def found(self, histories: list[list[int]], session: Session) -> None:
         """See the protocol."""
         lengths = sorted({len(history) for history in histories})
-        if session.history_tokens not in lengths and not self._store_lost(session.session_id):
+        if session.history_tokens not in lengths:
             self._cluster.violate(
                 f"session {session.session_id} has {session.history_tokens} tokens of history, "
                 f"its client knows of {lengths}"
@@ -111,8 +111,6 @@ class Judge:
 
     def refused(self, session: str, what: str, error: AmpdError) -> None:
         """See the protocol."""
-        if error.reason is ErrorReason.SESSION_NOT_FOUND and self._store_lost(session):
-            return
         self._cluster.violate(f"{what} of session {session!r}: {error.reason} {error.message}")
 
     def done(self, session: str, rounds: int) -> None:
@@ -178,8 +176,7 @@ class Judge:
             return
         if reason is ErrorReason.ROUND_RUNNING and self._running_since(ask) < ROUND_RUNNING_S:
             return
-        gone = reason is ErrorReason.SESSION_NOT_FOUND
-        if gone and (ask.own_close or self._store_lost(ask.session)):
+        if reason is ErrorReason.SESSION_NOT_FOUND and ask.own_close:
             return
         if reason is ErrorReason.SESSION_CONFLICT and self._allowed.conflicts:
             return
@@ -189,10 +186,6 @@ class Judge:
         """How long the client has been told that a round of its session runs (s)."""
         now_s = self._cluster.loop.time()
         return now_s - self._told_running_s.setdefault(ask.request_id, now_s)
-
-    def _store_lost(self, session: str) -> bool:
-        """Whether a store restart may have lost the session: one that lost its last second."""
-        return bool(self._cluster.store.lost_s)
 
     def _violate(self, ask: Ask, what: str) -> None:
         self._cluster.violate(f"{ask.request_id} of {ask.session}: {what}")
@@ -205,10 +198,15 @@ class Judge:
 
 
 class Books:
-    """The accounting of every live process, looked at all the time."""
+    """The accounting of every live process, looked at all the time.
 
-    def __init__(self, cluster: SimCluster) -> None:
+    `frees_within_s`: how long anything of a round may outlive it on either side.
+    """
+
+    def __init__(self, cluster: SimCluster, *, frees_within_s: float) -> None:
         self._cluster = cluster
+        self._frees_within_s = frees_within_s
+        self._orphans_s: dict[str, float] = {}
         self._passed: Counter[str] = Counter()
         self._seen: dict[Any, Any] = {}
         self._at_two_s: dict[str, float] = {}
@@ -227,6 +225,7 @@ class Books:
                 with life.process.current():
                     self._balance(life)
         self._homes()
+        self._orphans()
 
     def _balance(self, life: Life) -> None:
         try:
@@ -260,6 +259,27 @@ class Books:
             if now_s - since_s > TWO_HOMES_S:
                 self._cluster.violate(f"session {session} runs at two homes since {since_s:.3f} s")
 
+    def _orphans(self) -> None:
+        """What a prefill worker has for a home that does not want it, and what a home lends
+        though nobody reads: for a moment only."""
+        now_s = self._cluster.loop.time()
+        awake = [
+            life for life in self._cluster.lives.values() if life.alive and not life.process.frozen
+        ]
+        homes = {life.address: life.parts for life in awake if "home" in life.parts}
+        found: list[str] = []
+        for life in awake:
+            with life.process.current():
+                if "worker" in life.parts:
+                    found += _orphan_tasks(life.name, life.parts["worker"], homes)
+                if "home" in life.parts:
+                    found += _orphan_loans(life.name, life.parts)
+        self._orphans_s = {name: self._orphans_s.get(name, now_s) for name in found}
+        for name, since_s in self._orphans_s.items():
+            if now_s - since_s > self._frees_within_s:
+                self._cluster.violate(f"not freed for {self._frees_within_s} s: {name}")
+                self._orphans_s[name] = now_s
+
     def _taken(
         self, queue: PrefillQueue, before: list[QueuedPrefill], taken: QueuedPrefill
     ) -> None:
@@ -272,6 +292,46 @@ class Books:
             if self._passed[name] > queue.order.bound:
                 self._cluster.violate(f"task {name} was passed over {self._passed[name]} times")
         self._passed.pop(taken.task.task_id, None)
+
+
+def _orphan_tasks(name: str, worker: Any, homes: dict[str, Any]) -> list[str]:
+    """Tasks and results of a prefill worker that their living home has given up."""
+    tasks = {task_id: home for task_id, (home, _) in worker._homes.items()}
+    tasks |= {task_id: taken.home_address for task_id, taken in worker._taken.items()}
+    found = []
+    for task_id, address in tasks.items():
+        if (parts := homes.get(address)) is not None and task_id not in parts["tasks"]._offered:
+            found.append(f"task {task_id} at {name}")
+    wanted = {
+        task_id
+        for parts in homes.values()
+        for task_id in (
+            *parts["tasks"]._offered,
+            *(
+                session.round.computed.task_id
+                for session in parts["home"]._sessions.values()
+                if session.round is not None and session.round.computed is not None
+            ),
+        )
+    }
+    for task_id, result in worker._delivered.items():
+        if task_id not in wanted and worker._engine._own_pin(result.kv) is not None:
+            found.append(f"result {task_id} at {name}")
+    return found
+
+
+def _orphan_loans(name: str, parts: dict[str, Any]) -> list[str]:
+    """Loans of a home that no task of its reads, unless a session moves."""
+    if parts["mover"]._moves or parts["mover"]._taking_back:
+        return []
+    engine, tasks = parts["engine"], parts["tasks"]
+    read = {
+        engine._own_pin(offered.history)
+        for offered in tasks._offered.values()
+        if offered.history is not None
+    }
+    loans = engine._pins._loans
+    return [f"loan {loan} of {name}" for loan, pin in loans.items() if pin not in read]
 
 
 def left_overs(cluster: SimCluster) -> list[str]:

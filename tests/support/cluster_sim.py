@@ -74,6 +74,7 @@ class SimShape:
     lease_s: float = 3.0
     kv_lease_s: float = 2.0
     session_ttl_s: float = 60.0
+    result_lease_s: float = 60.0
     max_sessions: int = 4096
     max_queued_tasks: int = 64
     max_running_rounds: int = 1024
@@ -318,6 +319,7 @@ class SimCluster:
             self._keep(put, prefill_main, "PrefillWorker", "worker")
             self._keep(put, decode_main, "Home", "home")
             self._keep(put, decode_main, "PrefillTasks", "tasks")
+            self._keep(put, decode_main, "SessionMover", "mover")
             put(PrefillQueue, "take", _observed(PrefillQueue.take, self))
             before = structlog.get_config()
             stack.callback(lambda: structlog.configure(**before))

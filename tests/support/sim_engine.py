@@ -32,12 +32,16 @@ COST = CostModel(
 """Slow enough that everything overlaps with everything."""
 
 
+STORED_BYTES = 16
+"""Per token: the least that an emulated engine can do with."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvFaults:
     """What may happen to reads and messages: shares of all, times in seconds."""
 
-    piece_s: float = 0.0002
-    """Mean time between the copies of two pieces."""
+    block_s: float = 0.00005
+    """Mean time between the copies of two blocks."""
     failed_share: float = 0.0
     """Reads that fail at some piece."""
     stuck_share: float = 0.0
@@ -74,6 +78,7 @@ class SimEngines:
         self._factors: dict[str, float] = {}
         self._settings: dict[str, EmulatedSettings] = {}
         self.memories: dict[bytes, _Memory] = {}
+        self.block_bytes = shape.block_tokens * STORED_BYTES
 
     async def start(self, process: SimProcess, worker_id: str, incarnation: int) -> EmulatedEngine:
         """A new engine, of the worker's present speed."""
@@ -81,8 +86,9 @@ class SimEngines:
             block_tokens=self._shape.block_tokens,
             kv_capacity_tokens=self._shape.kv_tokens,
             max_model_tokens=self._shape.max_model_tokens,
-            stored_bytes_per_token=16,
+            stored_bytes_per_token=STORED_BYTES,
             kv_lease_s=2 * self._shape.session_ttl_s,
+            result_lease_s=self._shape.result_lease_s,
             max_running_requests=self._shape.max_running_requests,
             max_step_tokens=256,
             cost=self.cost,
@@ -121,6 +127,7 @@ class SimKvTransport:
         self._process = process
         self._locator = locator
         self._memory: memoryview | None = None
+        self._block_bytes = engines.block_bytes
 
     def register(self, memory: memoryview) -> None:
         """See the port."""
@@ -142,13 +149,14 @@ class SimKvTransport:
     async def read(self, locator: bytes, pieces: Sequence[KvPiece], timeout_s: float) -> None:
         """See the port."""
         rng, faults = self._engines.rng, self._engines.faults
-        dice, at = rng.random(), rng.randrange(len(pieces))
+        slices = [part for piece in pieces for part in _sliced(piece, self._block_bytes)]
+        dice, at = rng.random(), rng.randrange(len(slices))
         failed = dice < faults.failed_share
         stuck = not failed and dice < faults.failed_share + faults.stuck_share
         try:
             async with asyncio.timeout(timeout_s):
-                for index, piece in enumerate(pieces):
-                    await asyncio.sleep(rng.expovariate(1 / faults.piece_s))
+                for index, piece in enumerate(slices):
+                    await asyncio.sleep(rng.expovariate(1 / faults.block_s))
                     if index == at and failed:
                         raise _gone("a transfer has failed")
                     if index == at and stuck:
@@ -188,6 +196,18 @@ class SimKvTransport:
         """See the port."""
         self._engines.memories.pop(self._locator, None)
         self._memory = None
+
+
+def _sliced(piece: KvPiece, length: int) -> list[KvPiece]:
+    """The piece in parts of at most `length` bytes."""
+    return [
+        KvPiece(
+            piece.remote_offset + start,
+            piece.local_offset + start,
+            min(length, piece.length - start),
+        )
+        for start in range(0, piece.length, length)
+    ]
 
 
 def _gone(why: str) -> AmpdError:

@@ -43,6 +43,13 @@ class Profile:
     network: NetworkFaults = NetworkFaults()
     kv: KvFaults = KvFaults()
     store: StoreFaults = StoreFaults()
+    comes_back_s: float = 15.0
+    """All KV is free again so long after the last close, if every fault was over then: when a
+    transfer in flight ends (6 s), a home that could not be told of the close has asked the store
+    (5 s), or a client that vanished is noticed (15 s). No lease of a session or result is as
+    short."""
+    frees_within_s: float = 20.0
+    """How long anything of a round may outlive it on a worker that lives."""
     work: WorkShape = WorkShape()
     shape: SimShape = SimShape()
 

@@ -23,10 +23,6 @@ START_S: Final = 1.0
 """Until every process has registered, from the cluster's start."""
 LIMIT_S: Final = 600.0
 """A run that takes longer hangs."""
-COMES_BACK_S: Final = 75.0
-"""All KV is free again so long after the last session was closed: a session's TTL (a home that
-could not be told of the close), a transfer's end and a sweep."""
-
 _WORKERS: Final = {
     "kill_decode": 2.0,
     "kill_prefill": 2.0,
@@ -47,8 +43,9 @@ _SHAKY: Final = NetworkFaults(
     window=4,
 )
 _SHAKY_KV: Final = KvFaults(
-    piece_s=0.005, failed_share=0.1, stuck_share=0.02, untold_share=0.1, late_s=1.0
+    block_s=0.01, failed_share=0.1, stuck_share=0.02, untold_share=0.1, late_s=1.0
 )
+# Of a lost message that a result was read, its owner learns by the result's lease: 20 s here.
 _SHAKY_STORE: Final = StoreFaults(
     latency_s=0.002, slow_share=0.01, refused_share=0.01, unanswered_share=0.01
 )
@@ -80,7 +77,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
             close_early_share=0.0,
         )
     ),
-    "clients": Profile(work=_RESTLESS),
+    "clients": Profile(work=_RESTLESS, frees_within_s=1.0),
     "workers": Profile(weights=_WORKERS, work=_RESTLESS),
     "coordinators": Profile(weights=_COORDINATORS, work=_RESTLESS),
     "store": Profile(weights=_STORE, store=_SHAKY_STORE, work=_RESTLESS),
@@ -89,12 +86,15 @@ PROFILES: Final[Mapping[str, Profile]] = {
         weights={"evict": 3.0, "slow": 1.0, "kill_prefill": 0.5},
         every_s=0.5,
         kv=_SHAKY_KV,
+        frees_within_s=27.0,
+        comes_back_s=35.0,
         work=_RESTLESS,
-        shape=SimShape(kv_tokens=1024),
+        shape=SimShape(kv_tokens=1024, result_lease_s=20.0),
     ),
     "operators": Profile(weights=_OPERATORS, every_s=0.4, work=_RESTLESS, shape=SimShape(decode=3)),
     "pressure": Profile(
         shape=_TIGHT,
+        frees_within_s=1.0,
         work=replace(_RESTLESS, sessions=20, start_within_s=2.0, think_s=0.2, rounds=(1, 4)),
     ),
     "everything": Profile(
@@ -103,8 +103,12 @@ PROFILES: Final[Mapping[str, Profile]] = {
         network=_SHAKY,
         store=_SHAKY_STORE,
         kv=_SHAKY_KV,
+        comes_back_s=35.0,
+        frees_within_s=30.0,
         work=_RESTLESS,
-        shape=replace(_TIGHT, coordinators=3, decode=3, kv_tokens=2048, max_sessions=8),
+        shape=replace(
+            _TIGHT, coordinators=3, decode=3, kv_tokens=2048, max_sessions=8, result_lease_s=20.0
+        ),
     ),
 }
 
@@ -163,8 +167,8 @@ def run_seed(seed: int, profile: str, *, lines: int = 400) -> Outcome:
 
 
 async def _run(seed: int, name: str, held: list[SimCluster], edges: ExitStack, lines: int) -> Judge:
-    profile = PROFILES[name]
-    shape = _drawn(seed, profile.shape)
+    profile = _drawn(seed, PROFILES[name])
+    shape = profile.shape
     cluster = SimCluster(seed, shape, lines=lines)
     held.append(cluster)
     calm = name == "calm"
@@ -173,7 +177,7 @@ async def _run(seed: int, name: str, held: list[SimCluster], edges: ExitStack, l
         conflicts=not calm,
         full=not calm,
     )
-    judge, books = Judge(cluster, allowed), Books(cluster)
+    judge, books = Judge(cluster, allowed), Books(cluster, frees_within_s=profile.frees_within_s)
     edges.enter_context(cluster.installed())
     cluster.start_all()
     await asyncio.sleep(START_S)
@@ -187,26 +191,31 @@ async def _run(seed: int, name: str, held: list[SimCluster], edges: ExitStack, l
     await Nemesis(cluster, seed, profile).run()
     await asyncio.gather(*running)
     cluster.note("all agents are done")
-    await _comes_back(cluster)
+    await _comes_back(cluster, profile.comes_back_s)
     for task in (watch, snapshots):
         task.cancel()
     books.look()
     return judge
 
 
-def _drawn(seed: int, shape: SimShape) -> SimShape:
-    """The policy of a run: each gets its share of the seeds."""
-    policy = random.Random(f"policy {seed}").choice(
-        ("ampd-paper", "ampd-paper", "always-remote", "always-local")
+def _drawn(seed: int, profile: Profile) -> Profile:
+    """The run's policy, and whether messages meet in one step of the loop: each gets its share
+    of the seeds."""
+    rng = random.Random(f"drawn {seed}")
+    policy = rng.choice(("ampd-paper", "ampd-paper", "always-remote", "always-local"))
+    grid_s = rng.choice((0.0, 0.0, 0.001, 0.01))
+    return replace(
+        profile,
+        shape=replace(profile.shape, policy=policy),
+        network=replace(profile.network, grid_s=grid_s),
     )
-    return replace(shape, policy=policy)
 
 
-async def _comes_back(cluster: SimCluster) -> None:
+async def _comes_back(cluster: SimCluster, bound_s: float) -> None:
     """With no fault and no session left, everything is free within its bound."""
-    until_s = cluster.loop.time() + COMES_BACK_S
+    until_s = cluster.loop.time() + bound_s
     while left := left_overs(cluster):
         if cluster.loop.time() > until_s:
-            cluster.violate("left over: " + "; ".join(left))
+            cluster.violate(f"left over after {bound_s} s: " + "; ".join(left))
             return
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.25)

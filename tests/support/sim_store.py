@@ -46,8 +46,6 @@ class SimStore:
         self.up = True
         self.cut_off: set[str] = set()
         """Names of processes that cannot reach it."""
-        self.lost_s: list[float] = []
-        """When a restart has lost something."""
         self._rng = rng
         self._note = note
         self._clock = clock
@@ -74,7 +72,6 @@ class SimStore:
             taken_s, kept = self._snapshots[-1]
             self._note("store", "lost what is newer than", round(taken_s, 3))
             self.state = _copied(kept, self._clock)
-            self.lost_s.append(self._clock())
         self.lives += 1
         self.up = True
 

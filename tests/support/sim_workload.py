@@ -429,7 +429,7 @@ class Retries:
     def __init__(self, rng: random.Random, patience_s: float) -> None:
         self._rng = rng
         self._until_s = asyncio.get_running_loop().time() + patience_s
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff_s = FIRST_BACKOFF_S * rng.choice((0.1, 1.0))
 
     def is_over(self) -> bool:
         """Whether the client has no patience left."""
@@ -440,13 +440,11 @@ class Retries:
         if self.is_over():
             return None
         code = STATUS_CODES[error.reason]
-        if code is grpc.StatusCode.UNAVAILABLE:
+        if code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED}:
             wait_s = error.retry_after_s or self._backoff_s * self._rng.uniform(0.5, 1.0)
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
             return wait_s
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             # Without a hint it may not be tried again: the witness complains.
             return error.retry_after_s
-        if code is grpc.StatusCode.ABORTED:
-            return 0.01
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ class NetworkFaults:
     """Unary calls of which the request or the answer vanishes."""
     duplicate_share: float = 0.0
     """Idempotent unary calls that are served twice, the second time up to 3 s later."""
+    grid_s: float = 0.0
+    """Messages arrive at multiples of it: those of different calls in one step of the loop."""
     window: int = 256
     """Messages of a stream that may be on their way to its reader."""
 
@@ -159,6 +162,13 @@ class VirtualNetwork:
         if self._rng.random() < self.faults.slow_share:
             seconds += self._rng.random() * self.faults.slow_s
         return seconds
+
+    def arrival_s(self, last_s: float) -> float:
+        """When a message that is sent now arrives: behind the last one of its call."""
+        at_s, grid_s = _now() + self.latency_s(), self.faults.grid_s
+        if grid_s:
+            at_s = math.ceil(at_s / grid_s) * grid_s
+        return max(at_s, math.nextafter(last_s, math.inf))
 
     def carry(
         self, call: VirtualCall, to: SimProcess, at_s: float, arrive: Callable[[], None]
@@ -424,12 +434,12 @@ class VirtualCall:
 
     def to_server(self, arrive: Callable[[], None]) -> None:
         """One message, behind those before it."""
-        self._to_server_s = max(self._to_server_s + LIGHT, _now() + self.network.latency_s())
+        self._to_server_s = self.network.arrival_s(self._to_server_s)
         self.network.carry(self, self.server, self._to_server_s, arrive)
 
     def to_client(self, arrive: Callable[[], None]) -> None:
         """One message, behind those before it."""
-        self._to_client_s = max(self._to_client_s + LIGHT, _now() + self.network.latency_s())
+        self._to_client_s = self.network.arrival_s(self._to_client_s)
         self.network.carry(self, self.client, self._to_client_s, arrive)
 
     # --- the server's side ---------------------------------------------------------------------
