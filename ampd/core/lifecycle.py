@@ -18,7 +18,7 @@ from ampd.core.errors import AmpdError, ErrorReason, FieldViolation
 from ampd.core.model import Binding, Slo
 
 MAX_DISCARDED: Final = 8
-"""Discarded requests remembered per session."""
+"""Discarded attempts remembered per session."""
 MAX_PREFIX_HOLDERS: Final = 4
 """Prefill workers remembered per session as holding a prefix of it."""
 
@@ -70,7 +70,7 @@ class SessionRecord:
     """The request_id of a round that ended early with output: that request may go on with it,
     as long as no other round has begun."""
     discarded: tuple[str, ...] = ()
-    """Requests whose rounds were discarded since the last one settled: a home that has settled
+    """Attempts at rounds that were discarded since the last one settled: a home that has settled
     one of them all the same takes it back."""
     closed_by: str = ""
     """The request_id that closed it, if it had one: repeating that call gives the same answer."""
@@ -186,7 +186,7 @@ def discard(record: SessionRecord, *, resumable: str = "", now_unix_s: float) ->
         state=SessionState.IDLE,
         running=None,
         resumable=resumable,
-        discarded=(*record.discarded, running.request_id)[-MAX_DISCARDED:],
+        discarded=(*record.discarded, running.attempt_id)[-MAX_DISCARDED:],
         last_used_unix_s=now_unix_s,
     )
 

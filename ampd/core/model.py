@@ -435,9 +435,11 @@ class RoundOrder:
     """How long the round may wait for KV that others hold; None: the home's own limit."""
     detached: bool = False
     """The shared store could not be asked: a round that runs at the home is newer, not older."""
+    attempt_id: str = ""
+    """The coordinator's attempt at the round: two attempts may have one request_id."""
     discarded: tuple[str, ...] = ()
-    """Requests whose rounds have ended without a result since round `round_index` - 1 settled:
-    one that the home has settled all the same is taken back."""
+    """Attempts that have ended without a result since round `round_index` - 1 settled: one that
+    the home has settled all the same is taken back."""
     facts: SessionFacts | None = None
 
 

@@ -18,14 +18,19 @@ class Fate(StrEnum):
     """What becomes of a home's copy."""
 
     KEEP = "keep"
+    WAIT = "wait"
+    """Looked at again: a round is being tried on what the store has."""
     DROP = "drop"
     PUBLISH = "publish"
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentCopy:
-    """A paused session as its home holds it. `unconfirmed`: rounds have settled here that the
-    store is not known to have."""
+    """A paused session as its home holds it.
+
+    `unconfirmed`: rounds have settled here that the store is not known to have. `restarted`: the
+    store has, since the last of them.
+    """
 
     session_id: str
     home: Binding
@@ -35,6 +40,7 @@ class ResidentCopy:
     facts: SessionFacts
     slo: Slo
     unconfirmed: bool
+    restarted: bool = False
 
 
 def fate(stored: SessionRecord | None, copy: ResidentCopy) -> Fate:
@@ -43,9 +49,10 @@ def fate(stored: SessionRecord | None, copy: ResidentCopy) -> Fate:
         return Fate.PUBLISH if copy.unconfirmed else Fate.DROP
     if stored.state is SessionState.CLOSED:
         return Fate.DROP
-    # What has settled at a session's home is settled.
-    if stored.rounds < copy.rounds and (copy.unconfirmed or stored.home == copy.home):
-        return Fate.PUBLISH
+    # What has settled at a session's home is settled, unless the session went on elsewhere: the
+    # news of its end had reached nobody.
+    if stored.rounds < copy.rounds and (stored.home == copy.home or copy.restarted):
+        return Fate.PUBLISH if stored.running is None else Fate.WAIT
     here = stored.home == copy.home and stored.rounds == copy.rounds
     return Fate.KEEP if here else Fate.DROP
 
@@ -53,8 +60,7 @@ def fate(stored: SessionRecord | None, copy: ResidentCopy) -> Fate:
 def published(
     stored: SessionRecord | None, copy: ResidentCopy, *, now_unix_s: float
 ) -> SessionRecord:
-    """The record with what the copy knows; a round marked as running is void, it was begun on a
-    history that is none. `stored` None: in place of the `unpublished` record."""
+    """The record with what the copy knows. `stored` None: in place of the `unpublished` one."""
     stored = stored if stored is not None else unpublished(copy, now_unix_s=now_unix_s)
     return replace(
         stored,

@@ -45,15 +45,15 @@ class MeanWindow:
             raise ValueError(f"a window must be longer than 0 s, not {window_s}")
         self._window_s = window_s
 
-    def add(self, now_s: float, value_s: float) -> None:
-        """Count one value that became known at `now_s`."""
+    def add(self, now_s: float, value_s: float, count: int = 1) -> None:
+        """Count a value that became known at `now_s`, or `count` values of that mean."""
         newest = self._slices[-1] if self._slices else None
         if newest is None or now_s >= newest.start_s + self._window_s / SLICES:
             self._drop_old(now_s)
             newest = _Slice(now_s, 0.0, 0)
             self._slices.append(newest)
-        newest.total_s += value_s
-        newest.count += 1
+        newest.total_s += value_s * count
+        newest.count += count
 
     def statistic(self, now_s: float, open_ages_s: Iterable[float] = ()) -> float:
         """Mean seconds over the window and over the ages of what is still open; 0 when there

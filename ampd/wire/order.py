@@ -61,6 +61,7 @@ def order_to_proto(
         detached=order.detached,
         facts=None if order.facts is None else facts_to_proto(order.facts),
         discarded=order.discarded,
+        attempt_id=order.attempt_id,
     )
 
 
@@ -117,6 +118,7 @@ def order_from_proto(message: decode_service_pb2.RunRoundRequest, *, now_s: floa
         detached=message.detached,
         facts=facts_from_proto(message.facts) if message.HasField("facts") else None,
         discarded=tuple(message.discarded),
+        attempt_id=message.attempt_id,
     )
 
 

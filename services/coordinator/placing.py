@@ -114,6 +114,7 @@ class Placer:
             resumed=round_.output.resumed(),
             admission_wait_s=None if home.waits else 0.0,
             detached=round_.detached,
+            attempt_id=round_.attempt_id,
             discarded=session.discarded,
             facts=SessionFacts(
                 session.tenant, session.model, session.created_unix_s, dict(session.labels)

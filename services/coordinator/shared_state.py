@@ -100,7 +100,7 @@ class SharedState:
         self._flushing = asyncio.Lock()
         self._wake = asyncio.Event()
         self._down = False
-        self._recovered_s = float("-inf")
+        self._recovered_s = self._restarted_s = float("-inf")
         self._life = ""
 
     # --- the store's health ------------------------------------------------------------------
@@ -112,7 +112,7 @@ class SharedState:
             return
         self._answered()
         if self._life and life != self._life:
-            self._recovered_s = now_s = self._clock()
+            self._recovered_s = self._restarted_s = now_s = self._clock()
             again = [write for write in self._recent if write.since_s >= now_s - RECENT_S]
             self._recent.clear()
             log.warning("store_restarted", written_again=len(again))
@@ -124,6 +124,17 @@ class SharedState:
         """A session was created or closed: a store that forgets it is told again."""
         writes = SessionWrites(replay_request_id=request_id)
         self._recent.append(PendingWrite(record.session_id, "", record, writes, self._clock()))
+
+    async def require_complete(self) -> None:
+        """STORE_UNAVAILABLE while a store that has restarted may lack what it knew before."""
+        await self._store.ping()
+        self.heard(self._store.life)
+        if self._clock() - self._restarted_s < self._lease_s + RECOVERY_S:
+            raise AmpdError(
+                ErrorReason.STORE_UNAVAILABLE,
+                "the shared store has restarted and may not have got back what it lacks",
+                retry_after_s=RECOVERY_S,
+            )
 
     async def doubted(self, error: AmpdError) -> AmpdError:
         """What to answer instead of `error`, which rests on what the store has told: a store that

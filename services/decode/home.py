@@ -211,7 +211,7 @@ class Home:
         if (
             kept is not None
             and kept.finished is not None
-            and kept.order.request_id in order.discarded
+            and kept.order.attempt_id in order.discarded
             and session.rounds == order.round_index + 1
         ):
             session.rounds -= 1
@@ -497,7 +497,11 @@ class Home:
 
     def is_doubtful(self, session: ResidentSession) -> bool:
         """Whether the store is likely to lack rounds that settled here, or the session."""
-        return session.doubtful or session.store_life != self._store_life
+        return session.doubtful or self.has_restarted(session)
+
+    def has_restarted(self, session: ResidentSession) -> bool:
+        """Whether the store has restarted since the session's last round settled here."""
+        return session.store_life != self._store_life
 
     def is_unconfirmed(self, session: ResidentSession) -> bool:
         """Whether rounds have settled here that the store is not known to have."""

@@ -99,17 +99,19 @@ class SessionMover:
             if before is None:
                 break
             await asyncio.wait([before])
-        if session is None:
-            raise AmpdError(
-                ErrorReason.SESSION_NOT_FOUND,
-                f"session {session_id} is not resident at {self._info.worker_id}",
-            )
-        if session.round is not None:
+        if session is not None and session.round is not None:
             raise AmpdError(
                 ErrorReason.ROUND_RUNNING, f"a round of session {session_id} is still running"
             )
-        if target_worker_id == self._info.worker_id:
-            return Moved(target_worker_id)
+        # One whose every round was given up has no tokens yet.
+        if session is None or not session.tokens:
+            raise AmpdError(
+                ErrorReason.SESSION_NOT_FOUND,
+                f"{self._info.worker_id} holds nothing of session {session_id}",
+            )
+        if target_worker_id == self._info.worker_id or not session.tokens:
+            # It is there; or nothing of it is here yet, and its next round may begin anywhere.
+            return Moved(self._info.worker_id)
         if self._moves >= MAX_MOVES:
             raise _full(f"{self._info.worker_id} moves {self._moves} sessions already")
         self._moves += 1

@@ -83,6 +83,8 @@ class Reconciler:
         match fate(stored, copy):
             case Fate.KEEP:
                 self._home.confirm(session, copy.rounds)
+            case Fate.WAIT:
+                pass
             case Fate.DROP:
                 log.info("copy_dropped", session=copy.session_id, rounds=copy.rounds)
                 self._home.forget(session)
@@ -132,4 +134,5 @@ class Reconciler:
             facts=session.facts,
             slo=session.slo,
             unconfirmed=self._home.is_unconfirmed(session),
+            restarted=self._home.has_restarted(session),
         )

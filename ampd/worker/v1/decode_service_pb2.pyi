@@ -79,6 +79,7 @@ class RunRoundRequest(_message.Message):
     DETACHED_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     DISCARDED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The life of the worker that the order is for."""
     session_id: _builtins.str
@@ -101,6 +102,8 @@ class RunRoundRequest(_message.Message):
     """KV that the session is expected to need in all, in tokens."""
     detached: _builtins.bool
     """The shared store could not be asked: another round that runs here is newer, not older."""
+    attempt_id: _builtins.str
+    """The coordinator's attempt at this round: two attempts may have one request_id."""
     @_builtins.property
     def sampling(self) -> _sampling_params_pb2.SamplingParams:
         """How to sample; max_tokens is always set."""
@@ -137,7 +140,7 @@ class RunRoundRequest(_message.Message):
 
     @_builtins.property
     def discarded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Requests whose rounds have ended without a result since the last one settled: one that the
+        """Attempts at rounds that have ended without a result since the last one settled: one that the
         worker has settled all the same is taken back. At most 64.
         """
 
@@ -162,10 +165,11 @@ class RunRoundRequest(_message.Message):
         detached: _builtins.bool = ...,
         facts: Global___SessionFacts | None = ...,
         discarded: _abc.Iterable[_builtins.str] | None = ...,
+        attempt_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_admission_wait", b"_admission_wait", "_history", b"_history", "_resumed", b"_resumed", "admission_wait", b"admission_wait", "age", b"age", "facts", b"facts", "history", b"history", "resumed", b"resumed", "sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admission_wait", b"_admission_wait", "_history", b"_history", "_resumed", b"_resumed", "admission_wait", b"admission_wait", "age", b"age", "detached", b"detached", "discarded", b"discarded", "facts", b"facts", "footprint_tokens", b"footprint_tokens", "history", b"history", "incarnation", b"incarnation", "increment", b"increment", "keep_history_tokens", b"keep_history_tokens", "reason", b"reason", "request_id", b"request_id", "resumed", b"resumed", "round_index", b"round_index", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "targets", b"targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admission_wait", b"_admission_wait", "_history", b"_history", "_resumed", b"_resumed", "admission_wait", b"admission_wait", "age", b"age", "attempt_id", b"attempt_id", "detached", b"detached", "discarded", b"discarded", "facts", b"facts", "footprint_tokens", b"footprint_tokens", "history", b"history", "incarnation", b"incarnation", "increment", b"increment", "keep_history_tokens", b"keep_history_tokens", "reason", b"reason", "request_id", b"request_id", "resumed", b"resumed", "round_index", b"round_index", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admission_wait: _TypeAlias = _typing.Literal["admission_wait"]  # noqa: Y015
     _WhichOneofArgType__admission_wait: _TypeAlias = _typing.Literal["_admission_wait", b"_admission_wait"]  # noqa: Y015
