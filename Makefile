@@ -1,11 +1,13 @@
 # Everything starts from a virtual environment in .venv, made on first use.
 MODEL ?=
 ENGINE ?= vllm
+SEEDS ?= 500
+FIRST ?= 1000
 VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench-engine lint typecheck protos check clean
+.PHONY: help install demo test soak bench-engine lint typecheck protos check clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,6 +20,9 @@ demo: install ## Run agents on a local cluster: MODEL=smollm2 (default), tiny or
 
 test: install ## Run the whole test suite, the real engine included
 	$(BIN)/pytest
+
+soak: install ## Thousands of seeds of the simulated cluster: SEEDS=500 of each profile, from FIRST=1000
+	$(BIN)/pytest tests/sim -q --tb=short --soak-seeds $(SEEDS) --sim-first-seed $(FIRST)
 
 bench-engine: install ## Rounds per second at the port of the emulated engine
 	@$(BIN)/python benchmarks/engine_port.py

@@ -19,13 +19,16 @@ from ampd.core.prefill_queue import PrefillQueue, QueuedPrefill
 from ampd.v1.session_pb2 import Session
 from ampd.wire import enums
 
-LOOK_EVERY_S: Final = 0.05
+LOOK_EVERY_S: Final = 0.1
 TWO_HOMES_S: Final = 20.0
 """Longer than any process may take to notice that it was given up, less than a session's TTL."""
 
 ROUND_RUNNING_S: Final = 30.0
 """A round that its client has left is over then, whatever became of its coordinator and of the
 store: longer than any fault lasts."""
+
+LOAN_ENDS_S: Final = 1.0
+"""A home that lives ends a loan so soon after its reader's task, whoever else is dead."""
 
 RETRIABLE: Final = frozenset(
     {
@@ -267,17 +270,19 @@ class Books:
             life for life in self._cluster.lives.values() if life.alive and not life.process.frozen
         ]
         homes = {life.address: life.parts for life in awake if "home" in life.parts}
-        found: list[str] = []
+        found: dict[str, float] = {}
         for life in awake:
             with life.process.current():
                 if "worker" in life.parts:
-                    found += _orphan_tasks(life.name, life.parts["worker"], homes)
-                if "home" in life.parts:
-                    found += _orphan_loans(life.name, life.parts)
+                    tasks = _orphan_tasks(life.name, life.parts["worker"], homes)
+                    found |= dict.fromkeys(tasks, self._frees_within_s)
+                if "mover" in life.parts:
+                    loans = _orphan_loans(life.name, life.parts)
+                    found |= dict.fromkeys(loans, LOAN_ENDS_S)
         self._orphans_s = {name: self._orphans_s.get(name, now_s) for name in found}
         for name, since_s in self._orphans_s.items():
-            if now_s - since_s > self._frees_within_s:
-                self._cluster.violate(f"not freed for {self._frees_within_s} s: {name}")
+            if now_s - since_s > found[name]:
+                self._cluster.violate(f"not freed for {found[name]} s: {name}")
                 self._orphans_s[name] = now_s
 
     def _taken(

@@ -39,7 +39,7 @@ class Profile:
 
     weights: dict[str, float] = field(default_factory=dict)
     every_s: float = 1.5
-    faulty_s: float = 20.0
+    faulty_s: float = 15.0
     network: NetworkFaults = NetworkFaults()
     kv: KvFaults = KvFaults()
     store: StoreFaults = StoreFaults()

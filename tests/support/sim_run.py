@@ -43,7 +43,7 @@ _SHAKY: Final = NetworkFaults(
     window=4,
 )
 _SHAKY_KV: Final = KvFaults(
-    block_s=0.01, failed_share=0.1, stuck_share=0.02, untold_share=0.1, late_s=1.0
+    block_s=0.03, failed_share=0.1, stuck_share=0.02, untold_share=0.1, late_s=1.0
 )
 # Of a lost message that a result was read, its owner learns by the result's lease: 20 s here.
 _SHAKY_STORE: Final = StoreFaults(
@@ -83,13 +83,14 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "store": Profile(weights=_STORE, store=_SHAKY_STORE, work=_RESTLESS),
     "network": Profile(weights=_NETWORK, network=_SHAKY, work=_RESTLESS),
     "kv": Profile(
-        weights={"evict": 3.0, "slow": 1.0, "kill_prefill": 0.5},
+        weights={"evict": 3.0, "cut": 4.0, "slow": 1.0, "kill_prefill": 0.5},
         every_s=0.5,
+        network=NetworkFaults(slow_share=0.1, slow_s=1.0),
         kv=_SHAKY_KV,
-        frees_within_s=27.0,
         comes_back_s=35.0,
-        work=_RESTLESS,
-        shape=SimShape(kv_tokens=1024, result_lease_s=20.0),
+        frees_within_s=27.0,
+        work=replace(_RESTLESS, sessions=14, cancel_share=0.3, close_early_share=0.2),
+        shape=SimShape(kv_tokens=768, max_model_tokens=512, kv_lease_s=0.5, result_lease_s=20.0),
     ),
     "operators": Profile(weights=_OPERATORS, every_s=0.4, work=_RESTLESS, shape=SimShape(decode=3)),
     "pressure": Profile(
