@@ -253,6 +253,26 @@ async def test_what_cannot_move() -> None:
         assert await m.next_round() == ("a", False)
 
 
+async def test_a_session_without_a_settled_round_has_nothing_to_move() -> None:
+    async with moves() as m:
+        session_id = await m.cluster.new_session()
+        running = asyncio.create_task(run(m.coordinator, request(session_id, max_tokens=200)))
+
+        def has_said_something() -> bool:
+            session = m.home("a").home.session(session_id)
+            return session is not None and bool(session.round and session.round.output.token_ids)
+
+        await until(has_said_something)
+        running.cancel()
+        await asyncio.wait([running])
+        # Its output is kept for the same request.
+        assert m.home("a").home.session(session_id) is not None
+        await m.cluster.add_home("b")
+        await m.cluster.beat()
+        refusal = await refused(m.home("a").mover.move(session_id, "b"))
+        assert refusal is ErrorReason.SESSION_NOT_FOUND
+
+
 async def test_a_running_round_does_not_move() -> None:
     async with moves("b") as m:
         running = asyncio.ensure_future(run(m.coordinator, request(m.session_id, max_tokens=200)))
