@@ -23,7 +23,9 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Room for the token history of a rebuild: 16 million tokens."""
 KEEPALIVE_TIME_MS: Final = 4_000
 KEEPALIVE_TIMEOUT_MS: Final = 2_000
-"""A host that vanished without a word is noticed after both: 6 s."""
+"""A host that vanished without a word, or a process that stands still, is noticed after both: 6 s
+at most. (gRPC waits a minute for the answer to a ping where the peer's kernel still answers,
+unless `ping_timeout_ms` says otherwise.)"""
 MAX_RECONNECT_BACKOFF_MS: Final = 1_000
 
 _HEALTH_WATCH: Final = "/grpc.health.v1.Health/Watch"
@@ -32,6 +34,7 @@ _HEALTH_WATCH: Final = "/grpc.health.v1.Health/Watch"
 _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

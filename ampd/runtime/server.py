@@ -127,6 +127,8 @@ def _options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
         ("grpc.keepalive_time_ms", limits.keepalive_time_ms),
         ("grpc.keepalive_timeout_ms", limits.keepalive_timeout_ms),
+        # Of a peer that stands still, whose kernel answers.
+        ("grpc.http2.ping_timeout_ms", limits.keepalive_timeout_ms),
         ("grpc.http2.min_ping_interval_without_data_ms", limits.min_ping_interval_ms),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", limits.min_ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),
