@@ -7,106 +7,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import grpc
 import pytest
+from scripted_server import FINISHED, PLACED, TOKENS, ScriptedServer, scripted_server
 
 from ampd.client import AmpdClient, RoundEvent
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
-from ampd.v1 import session_service_pb2_grpc
-from ampd.v1.session_pb2 import Session
-from ampd.v1.session_service_pb2 import (
-    CreateSessionRequest,
-    CreateSessionResponse,
-    GenerateRequest,
-    GenerateResponse,
-    ListSessionsRequest,
-    ListSessionsResponse,
-    RoundFinished,
-    RoundPlaced,
-    TokenBatch,
-)
-from ampd.wire.errors import DETAILS_KEY, status_code, to_status
-
-PLACED = GenerateResponse(placed=RoundPlaced(decode_worker="decode-0"))
-TOKENS = GenerateResponse(tokens=TokenBatch(token_ids=[1, 2], text="ab"))
-FINISHED = GenerateResponse(finished=RoundFinished(history_tokens=9))
-
-Step = GenerateResponse | AmpdError | float
-"""What the server does next: answers, fails, or waits."""
-
-
-class ScriptedServer(session_service_pb2_grpc.SessionServiceServicer):
-    """Each call to Generate or CreateSession takes the next script."""
-
-    def __init__(self) -> None:
-        self.scripts: list[list[Step]] = []
-        self.seen: list[Any] = []
-        self.seen_at_s: list[float] = []
-        self.metadata: list[dict[str, str | bytes]] = []
-        self.cancelled = asyncio.Event()
-
-    async def Generate(  # noqa: N802
-        self, request: GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[GenerateResponse]:
-        for step in self._next(request, context):
-            match step:
-                case AmpdError():
-                    await _abort(context, step)
-                case float():
-                    try:
-                        await asyncio.sleep(step)
-                    except asyncio.CancelledError:
-                        self.cancelled.set()
-                        raise
-                case GenerateResponse():
-                    yield step
-
-    async def CreateSession(  # noqa: N802
-        self, request: CreateSessionRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> CreateSessionResponse:
-        for step in self._next(request, context):
-            if isinstance(step, AmpdError):
-                await _abort(context, step)
-            if isinstance(step, float):
-                await asyncio.sleep(step)
-        return CreateSessionResponse(session=Session(session_id="s"))
-
-    async def ListSessions(  # noqa: N802
-        self, request: ListSessionsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> ListSessionsResponse:
-        first = int(request.page_token or "0")
-        last = min(first + request.page_size, 5)
-        return ListSessionsResponse(
-            sessions=[Session(session_id=str(i)) for i in range(first, last)],
-            next_page_token=str(last) if last < 5 else "",
-        )
-
-    async def GetSession(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise NotImplementedError
-
-    CloseSession = GetSession
-
-    def _next(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> list[Step]:
-        self.seen.append(request)
-        self.seen_at_s.append(time.monotonic())
-        self.metadata.append(dict(context.invocation_metadata() or ()))
-        return self.scripts.pop(0)
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: AmpdError) -> None:
-    details = to_status(error).SerializeToString()
-    context.set_trailing_metadata(((DETAILS_KEY, details),))
-    await context.abort(status_code(error), error.message)
+from ampd.v1.session_pb2 import SessionState
+from ampd.v1.session_service_pb2 import GenerateRequest, GenerateResponse
 
 
 @pytest.fixture
 async def address_of_server() -> AsyncIterator[tuple[str, ScriptedServer]]:
-    server, servicer = grpc.aio.server(), ScriptedServer()
-    session_service_pb2_grpc.add_SessionServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}", servicer
-    await server.stop(None)
+    async with scripted_server() as started:
+        yield started
 
 
 @pytest.fixture
@@ -148,11 +61,11 @@ async def test_unavailable_is_tried_again_under_the_same_request_id(
     assert [request.request_id for request in server.seen] == ["mine"] * 3
 
 
-async def test_a_round_that_gave_tokens_is_not_tried_again(
+async def test_without_further_attempts_a_lost_stream_is_an_error(
     client: AmpdClient, server: ScriptedServer
 ) -> None:
     server.scripts = [[PLACED, TOKENS, unavailable()]]
-    events = client.generate(GenerateRequest(session_id="s", text="hi"))
+    events = client.generate(GenerateRequest(session_id="s", text="hi"), max_attempts=1)
     assert [await anext(events), await anext(events)] == [PLACED.placed, TOKENS.tokens]
     with pytest.raises(AmpdError) as failed:
         await anext(events)
@@ -197,10 +110,35 @@ async def test_attempts_are_bounded(
     address_of_server: tuple[str, ScriptedServer], server: ScriptedServer
 ) -> None:
     server.scripts = [[unavailable()] for _ in range(9)]
-    async with AmpdClient(address_of_server[0], max_attempts=3) as client:
+    async with AmpdClient(address_of_server[0], max_attempts=3, max_round_attempts=2) as client:
         with pytest.raises(AmpdError):
             await client.create_session()
-    assert len(server.seen) == 3
+        assert len(server.seen) == 3
+        with pytest.raises(AmpdError):
+            await _events(client)
+        assert len(server.seen) == 5
+
+
+async def test_an_outage_is_bounded_in_time(
+    address_of_server: tuple[str, ScriptedServer], server: ScriptedServer
+) -> None:
+    server.scripts = [[PLACED, unavailable()] for _ in range(99)]
+    async with AmpdClient(address_of_server[0], max_round_attempts=99, max_outage_s=0.3) as client:
+        async with asyncio.timeout(2):
+            with pytest.raises(AmpdError):
+                await _events(client)
+    assert 1 < len(server.seen) < 9
+
+
+async def test_a_close_is_tried_again_under_the_same_request_id(
+    client: AmpdClient, server: ScriptedServer
+) -> None:
+    server.scripts = [[unavailable()], [], []]
+    closed = await client.close_session("s")
+    assert closed.state == SessionState.SESSION_STATE_CLOSED
+    assert server.seen[0].request_id == server.seen[1].request_id != ""
+    await client.close_session("s", request_id="mine")
+    assert server.seen[2].request_id == "mine"
 
 
 async def test_a_wait_beyond_the_deadline_is_not_waited_for(
