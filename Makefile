@@ -3,11 +3,14 @@ MODEL ?=
 ENGINE ?= vllm
 SEEDS ?= 500
 FIRST ?= 1000
+SECONDS ?= 180
+SEED ?=
+REPORT ?= chaos.json
 VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak bench-engine lint typecheck protos check clean
+.PHONY: help install demo test soak chaos bench-engine lint typecheck protos check clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +26,11 @@ test: install ## Run the whole test suite, the real engine included
 
 soak: install ## Thousands of seeds of the simulated cluster: SEEDS=500 of each profile, from FIRST=1000
 	$(BIN)/pytest tests/sim -q --tb=short --soak-seeds $(SEEDS) --sim-first-seed $(FIRST)
+
+chaos: ENGINE = emulated
+chaos: install ## Break a cluster of real processes under load: ENGINE=emulated, SECONDS=180, SEED=...
+	$(BIN)/pytest tests/chaos -q -s --tb=short --timeout=0 --chaos-engine $(ENGINE) \
+	  --chaos-seconds $(SECONDS) $(if $(SEED),--chaos-seed $(SEED)) --chaos-report $(REPORT)
 
 bench-engine: install ## Rounds per second at the port of the emulated engine
 	@$(BIN)/python benchmarks/engine_port.py

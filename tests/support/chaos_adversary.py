@@ -83,6 +83,10 @@ class Adversary:
                 self._violate(f"{service.name} ended with {service.process.returncode}")
                 await self._restart(service.name)
 
+    def is_whole(self, name: str) -> bool:
+        """Whether nothing is being done to that service."""
+        return name not in self._broken
+
     def look(self) -> None:
         """Whether a process has ended that nothing was done to."""
         for service in self._cluster.services:

@@ -36,10 +36,10 @@ FREE_WITHIN_S: Final = 30.0
 close asks the store for what is its own."""
 LOOK_EVERY_S: Final = 0.5
 MAX_GROWTH_BYTES: Final = 300 << 20
-"""Of a process that was never restarted, from the first rounds to the end."""
+"""Of a process that outlives the faults, from when it is warm to the end."""
 MAX_GROWTH_FDS: Final = 64
 WARM_SHARE: Final = 0.25
-"""Of the run, after which a process has what it keeps."""
+"""Of the run: a process that has worked for so long has what it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class ChaosReport:
     free_s: float = 0.0
     """From there until no worker held anything."""
     growth: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of processes that were never restarted: bytes of memory and descriptors."""
+    """Of processes that were warm before the end: bytes of memory and descriptors."""
     violations: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -181,6 +181,7 @@ class _Chaos:
             cluster, report.seed, shape.faults, self._judge.violate, self._say
         )
         self._stop = asyncio.Event()
+        self._whole_since_s: dict[int, float] = {}
         self._warm: dict[int, tuple[str, int, int]] = {}
 
     def _say(self, what: str) -> None:
@@ -222,15 +223,16 @@ class _Chaos:
         self._fill_report()
 
     async def _watch(self) -> None:
-        """Processes that end by themselves; and what they take when they are warm."""
-        warm_s = time.monotonic() + WARM_SHARE * self._report.seconds
+        """Processes that end by themselves; and what each takes when it is warm."""
+        warm_s = WARM_SHARE * self._report.seconds
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self._adversary.look()
-            if not self._warm and time.monotonic() > warm_s:
-                for service in self._cluster.services:
-                    if service.is_running:
-                        with contextlib.suppress(psutil.NoSuchProcess):
+            for service in self._cluster.services:
+                if self._adversary.is_whole(service.name) and service.pid not in self._warm:
+                    since_s = self._whole_since_s.setdefault(service.pid, time.monotonic())
+                    if time.monotonic() - since_s > warm_s:
+                        with contextlib.suppress(psutil.NoSuchProcess):  # the next look tells
                             self._warm[service.pid] = (service.name, *_takes(service.pid))
 
     def _weigh(self) -> None:
