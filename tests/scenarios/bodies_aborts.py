@@ -41,7 +41,7 @@ async def given_up(
         check_economy(seen)
 
 
-@scenario(SOLE)
+@scenario(SOLE, real=True)
 async def given_up_while_queued_and_computing(scene: Scene) -> None:
     """One computes, one reads its history, the others wait in the prefill worker's queue."""
     await scene.client().set_policy("always-remote")
@@ -122,13 +122,13 @@ async def given_up_while_it_waits_for_admission(scene: Scene) -> None:
     assert (await doomed.get()).home_worker == ""
 
 
-@scenario(SOLE, cases=("abort-while-waiting-for-remote-kv",))
+@scenario(SOLE, cases=("abort-while-waiting-for-remote-kv",), real=True)
 async def given_up_while_the_prefill_worker_dies(scene: Scene) -> None:
     """A remote prefill is in flight; the round is cancelled and its worker killed: nothing waits
     for a lease, and the next round is prefilled at home."""
     await scene.client().set_policy("always-remote")
     dialogue = await scene.opened(4 * BLOCK)
-    for delay_s in (0.0, 0.05, 0.4):
+    for delay_s in (0.0, 0.3):
         stream = scene.client().start(dialogue.ask(LONG))
         await stream.placed()
         await asyncio.sleep(delay_s)
@@ -199,7 +199,7 @@ async def a_transfer_that_fails_costs_time_and_no_token(scene: Scene) -> None:
     check_economy(await dialogue.round())
 
 
-@scenario()
+@scenario(real=True)
 async def given_up_at_any_moment(scene: Scene) -> None:
     """Every round after one that was cancelled at random, coordinators and routes taking turns."""
     rng = scene.rng

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bodies_routes import SOLE
 from catalogue import scenario
-from driver import LEASE_S, Ability, Shape
+from driver import LEASE_S, Ability
 from scene import UNAVAILABLE, Scene, check_economy, refused, tight
 
 from ampd.adapters.engine_emulated import expect
@@ -22,7 +22,7 @@ def other_home(scene: Scene, name: str) -> str:
     return other
 
 
-@scenario()
+@scenario(real=True)
 async def a_home_dies_in_mid_round(scene: Scene) -> None:
     """While one round decodes and another one is prefilled remotely: both go on elsewhere, and
     neither repeats nor skips a token."""
@@ -125,7 +125,7 @@ async def a_home_dies_between_rounds(scene: Scene) -> None:
         check_economy(seen)
 
 
-@scenario(SOLE, cases=("sole-decode-worker-dies",))
+@scenario(SOLE, cases=("sole-decode-worker-dies",), real=True)
 async def the_only_decode_worker_dies_and_comes_back(scene: Scene) -> None:
     """UNAVAILABLE within a second while it is gone; then the session is rebuilt."""
     client = scene.client()
@@ -158,7 +158,7 @@ async def the_only_decode_worker_dies_and_comes_back(scene: Scene) -> None:
     assert not (await new.round()).where.history_rebuilt
 
 
-@scenario(SOLE)
+@scenario(SOLE, real=True)
 async def a_decode_worker_comes_back_as_a_new_one(scene: Scene) -> None:
     """At once, on the same address: no round is sent to the life before, none to its KV."""
     client = scene.client()
@@ -244,7 +244,7 @@ async def a_home_that_refuses_the_session_is_not_bound(scene: Scene) -> None:
 # --- coordinators --------------------------------------------------------------------------------
 
 
-@scenario()
+@scenario(real=True)
 async def a_coordinator_dies_in_mid_stream(scene: Scene) -> None:
     """The same request_id at another one goes on with the round: what was seen, then the rest,
     and nothing is run twice."""
@@ -301,7 +301,7 @@ async def a_coordinator_dies_and_nobody_asks_again(scene: Scene) -> None:
     await scene.reconnect(0)
 
 
-@scenario()
+@scenario(real=True)
 async def all_coordinators_die(scene: Scene) -> None:
     """Whatever they knew is in the store: new ones go on with every session."""
     await scene.client().set_policy("always-remote")
@@ -324,7 +324,7 @@ async def all_coordinators_die(scene: Scene) -> None:
         check_economy(await dialogue.round())
 
 
-@scenario(Shape(decode=1), needs={Ability.FREEZE})
+@scenario(SOLE, needs={Ability.FREEZE}, real=True)
 async def a_frozen_home_is_given_up(scene: Scene) -> None:
     """It answers nobody: rounds do not hang, and are UNAVAILABLE; when it goes on the session
     does too."""

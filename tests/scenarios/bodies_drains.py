@@ -20,7 +20,7 @@ from ampd.v1.session_pb2 import SESSION_STATE_CLOSED
 DRAINED_WITHIN_S = 15.0
 
 
-@scenario()
+@scenario(real=True)
 async def a_prefill_worker_drains(scene: Scene) -> None:
     """It takes nothing new, finishes what it has, hands it over, and goes."""
     client = scene.client()
@@ -46,7 +46,7 @@ async def a_prefill_worker_drains(scene: Scene) -> None:
     assert (await refused(client.drain("prefill-0"))).reason == ErrorReason.WORKER_NOT_FOUND
 
 
-@scenario()
+@scenario(real=True)
 async def a_decode_worker_drains(scene: Scene) -> None:
     """Rounds end where they run, idle sessions move, new ones go elsewhere; nothing is lost."""
     client = scene.client()
@@ -75,7 +75,7 @@ async def a_decode_worker_drains(scene: Scene) -> None:
         check_economy(seen)
 
 
-@scenario()
+@scenario(real=True)
 async def sigterm_drains_a_decode_worker(scene: Scene) -> None:
     """As an operator's drain does; a round that is prefilled remotely ends well."""
     client = scene.client()
@@ -92,7 +92,7 @@ async def sigterm_drains_a_decode_worker(scene: Scene) -> None:
         check_economy(seen)
 
 
-@scenario()
+@scenario(real=True)
 async def sigterm_drains_a_coordinator(scene: Scene) -> None:
     """Its rounds end, new ones are refused, and the other one knows all."""
     first, second = scene.client(0), scene.client(1)
@@ -113,7 +113,7 @@ async def sigterm_drains_a_coordinator(scene: Scene) -> None:
     await scene.reconnect(0)
 
 
-@scenario(SOLE)
+@scenario(SOLE, real=True)
 async def the_only_decode_worker_drains(scene: Scene) -> None:
     """Nowhere to move: it goes when its rounds have ended; the store keeps the sessions, and the
     next worker rebuilds them."""
@@ -152,7 +152,7 @@ async def the_only_prefill_worker_drains(scene: Scene) -> None:
     await scene.free()
 
 
-@scenario()
+@scenario(real=True)
 async def a_session_moves(scene: Scene) -> None:
     """With its KV where that is worth it: the next round computes its increment alone."""
     client = scene.client()

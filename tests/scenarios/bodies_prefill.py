@@ -44,7 +44,7 @@ async def all_end_well(running: list[tuple[Dialogue, Ask, Stream]]) -> None:
         dialogue.accept(ask, await stream.end())
 
 
-@scenario()
+@scenario(real=True)
 async def a_prefill_worker_dies_and_another_takes_over(scene: Scene) -> None:
     """While it computes, reads and queues: its tasks are re-routed, once."""
     client = scene.client()
@@ -85,7 +85,7 @@ async def all_prefill_workers_die(scene: Scene) -> None:
     assert [p.reason for p in seen.placed] == [ROUTE_REASON_NO_PREFILL_WORKER]
 
 
-@scenario()
+@scenario(real=True)
 async def a_prefill_worker_comes_back_as_a_new_one(scene: Scene) -> None:
     """On the same address: what it was asked before is void, what it held is read again."""
     client = scene.client()
@@ -126,6 +126,7 @@ async def a_full_queue_refuses_and_the_home_does_it(scene: Scene) -> None:
     replace(SOLE, claim_timeout_s=1.0),
     cases=("chosen-worker-never-answers",),
     needs={Ability.FREEZE},
+    real=True,
 )
 async def a_silent_prefill_worker_times_out(scene: Scene) -> None:
     """It has accepted the task and never answers: a timeout, then local; all is free."""
@@ -143,7 +144,8 @@ async def a_silent_prefill_worker_times_out(scene: Scene) -> None:
     await all_end_well(running[:-1])
     assert scene.now_s() - frozen_s <= 8.0 + scene.driver.slack_s
     await scene.driver.thaw("prefill-0")
-    await scene.free()
+    # It was told nothing while it stood still: it ends what it had claimed, and finds it gone.
+    await scene.free(5.0)
 
 
 @scenario(

@@ -63,6 +63,7 @@ class Campaign:
             await scene.finish()
         except Exception as error:  # noqa: BLE001 - the test tells
             end.set_exception(error)
+            await scene.abandon()
         else:
             end.set_result(None)
         finally:

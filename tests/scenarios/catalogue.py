@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from driver import Ability, Shape
@@ -20,10 +20,11 @@ class Scenario:
     body: Body
     shape: Shape
     needs: frozenset[Ability]
-    cases: tuple[str, ...]
+    cases: tuple[str, ...] = ()
     """ids of lifecycle.yaml."""
-    not_on: dict[str, str] = field(default_factory=dict)
-    """Drivers that cannot carry it out, and why."""
+    real: bool = False
+    """Whether it is worth real processes, which start and restart slowly: it has to do with
+    their lives, or with what lies between them."""
 
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -34,16 +35,14 @@ def scenario(
     *,
     needs: frozenset[Ability] | set[Ability] = frozenset(),
     cases: tuple[str, ...] = (),
-    not_on: dict[str, str] | None = None,
+    real: bool = False,
 ) -> Callable[[Body], Body]:
     """Register the body under its name."""
 
     def register(body: Body) -> Body:
         name = body.__name__
         assert name not in SCENARIOS, name
-        SCENARIOS[name] = Scenario(
-            name, body, shape or Shape(), frozenset(needs), cases, not_on or {}
-        )
+        SCENARIOS[name] = Scenario(name, body, shape or Shape(), frozenset(needs), cases, real)
         return body
 
     return register

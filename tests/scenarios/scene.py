@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -256,6 +257,12 @@ class Scene:
         await self.until(is_empty, COMES_BACK_S)
         await self.engines_free(COMES_BACK_S)
         self.driver.check_books()
+
+    async def abandon(self) -> None:
+        """After a failure: leave nothing to the next scenario, if possible."""
+        for dialogue in self._dialogues:
+            with suppress(AmpdError):
+                await dialogue.close()
 
     async def leave(self) -> None:
         """Close all connections."""

@@ -8,9 +8,7 @@ from catalogue import Scenario
 from in_process import ABILITIES, InProcess, run_in_process
 from scene import Scene
 
-IN_PROCESS = [
-    s for s in SCENARIOS.values() if s.needs <= ABILITIES and "in_process" not in s.not_on
-]
+IN_PROCESS = [s for s in SCENARIOS.values() if s.needs <= ABILITIES]
 
 
 @pytest.mark.parametrize("scenario", IN_PROCESS, ids=lambda scenario: scenario.name)

@@ -16,7 +16,7 @@ from over_grpc import ABILITIES, OverGrpc, edges, running
 
 LANES: Final = 4
 
-OVER_GRPC = [s for s in SCENARIOS.values() if s.needs <= ABILITIES and "over_grpc" not in s.not_on]
+OVER_GRPC = [s for s in SCENARIOS.values() if s.needs <= ABILITIES]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
