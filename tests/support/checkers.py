@@ -20,6 +20,7 @@ from ampd.v1.session_pb2 import Session
 from ampd.wire import enums
 
 LOOK_EVERY_S: Final = 0.1
+BLOCKS_EVERY_S: Final = 0.5
 TWO_HOMES_S: Final = 20.0
 """Longer than any process may take to notice that it was given up, less than a session's TTL."""
 
@@ -240,10 +241,12 @@ class Books:
             self._cluster.violate(f"the books of {life.name}: {error}")
 
     def _has_changed(self, engine: Any) -> bool:
-        """Since the last look: going through every block takes longer than a round."""
-        stats, pins = engine.stats(), engine._pins
-        now = (stats, engine._arrivals, len(pins), pins.loans)
-        before, self._seen[engine] = self._seen.get(engine), now
+        """Since the last time: going through every block takes longer than a round."""
+        pins, (at_s, before) = engine._pins, self._seen.get(engine, (-BLOCKS_EVERY_S, None))
+        if self._cluster.loop.time() < at_s + BLOCKS_EVERY_S:
+            return False
+        now = (engine.stats(), engine._arrivals, len(pins), pins.loans)
+        self._seen[engine] = (self._cluster.loop.time(), now)
         return before != now
 
     def _homes(self) -> None:

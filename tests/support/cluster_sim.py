@@ -66,7 +66,7 @@ class SimShape:
     prefill: int = 2
     decode: int = 2
     policy: str = "ampd-paper"
-    kv_tokens: int = 8192
+    kv_tokens: int = 4096
     """KV memory of each worker."""
     block_tokens: int = 16
     max_model_tokens: int = 2048
@@ -234,8 +234,7 @@ class SimCluster:
                     prefill_timeout_s=shape.prefill_timeout_s,
                     **common,
                 )
-                tools = EntryPointTools(decode_settings.tools, decode_settings.tool_limits())
-                await decode_main.serve(decode_settings, tools, life.shutdown)
+                await decode_main.serve(decode_settings, _no_tools(), life.shutdown)
 
     def kill(self, name: str, *, silent: bool = False) -> None:
         """SIGKILL (or, silent: the host is gone without a word): it takes no further step."""
@@ -379,6 +378,15 @@ class SimCluster:
         if method == "error" and isinstance(error, BaseException) and not replaced:
             self.violate(f"logged {event.get('event')}: {type(error).__name__}: {error}")
         raise structlog.DropEvent
+
+
+@functools.cache
+def _no_tools() -> EntryPointTools:
+    """Looking for what is installed takes longer than a run."""
+    settings = DecodeSettings(
+        worker_id="d", listen="d:7000", model="emulated", store_url="unix:///simulated"
+    )
+    return EntryPointTools(settings.tools, settings.tool_limits())
 
 
 def _is_background(error: BaseException) -> bool:
