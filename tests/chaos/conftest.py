@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-SUITE_SECONDS = 15.0
+SUITE_SECONDS = 12.0
 """Of faults; starting, ending and coming back take as long again."""
 
 

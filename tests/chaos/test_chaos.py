@@ -23,7 +23,7 @@ def test_nothing_is_lost_and_nothing_is_wrong(pytestconfig: pytest.Config, tmp_p
     # Defaults: without tests/chaos on the command line nobody knows the options.
     option = pytestconfig.getoption
     engine = EngineKind(option("--chaos-engine", "emulated"))
-    seconds = option("--chaos-seconds", 15.0)
+    seconds = option("--chaos-seconds", 12.0)
     by_hand = option("--chaos-report", "") != ""
     seed = option("--chaos-seed", None)
     if seed is None:

@@ -65,10 +65,10 @@ def emulated(seconds: float) -> ChaosShape:
             decode=3,
             coordinators=2,
             profile="gpu:h100_sxm/Qwen3-32B/tp1",
-            kv_cache_bytes=3 << 30,
+            kv_cache_bytes=5 << 28,
             max_model_tokens=4096,
         ),
-        work=WorkShape(agents=10),
+        work=WorkShape(agents=12),
         faults=FaultShape(every_s=min(2.0, seconds / 12)),
     )
 
