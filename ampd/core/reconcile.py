@@ -36,23 +36,27 @@ class ResidentCopy:
     home: Binding
     rounds: int
     history_tokens: int
-    last_token_id: int
+    last_token_id: int | None
     facts: SessionFacts
     slo: Slo
     unconfirmed: bool
     restarted: bool = False
+    attempt_id: str = ""
+    """The attempt that settled last, as far as it is known."""
 
 
 def fate(stored: SessionRecord | None, copy: ResidentCopy) -> Fate:
     """What becomes of the copy, given the store's record (None: it has none)."""
     if stored is None:
-        return Fate.PUBLISH if copy.unconfirmed else Fate.DROP
+        return Fate.PUBLISH if copy.unconfirmed and copy.rounds else Fate.DROP
     if stored.state is SessionState.CLOSED:
         return Fate.DROP
     # What has settled at a session's home is settled, unless the session went on elsewhere: the
     # news of its end had reached nobody.
     if stored.rounds < copy.rounds and (stored.home == copy.home or copy.restarted):
-        return Fate.PUBLISH if stored.running is None else Fate.WAIT
+        running = stored.running
+        over = running is None or running.attempt_id == copy.attempt_id
+        return Fate.PUBLISH if over else Fate.WAIT
     here = stored.home == copy.home and stored.rounds == copy.rounds
     return Fate.KEEP if here else Fate.DROP
 

@@ -368,16 +368,14 @@ class Coordinator:
                     )
                 except AmpdError as none:
                     # The loss says more than that there is no other.
-                    if error.reason is ErrorReason.STALE_INCARNATION:
-                        raise
-                    raise error from none
+                    raise _unreachable(error) from none
             else:
                 for candidate in [c for c in round_.homes if c.binding == refused.binding]:
                     round_.homes.remove(candidate)
         elif accepted or refused.bind is None or error.reason not in _NO_ROOM:
             raise error
         if not round_.homes:
-            raise error
+            raise _unreachable(error)
 
     async def _run_at(
         self, round_: Round, home: Candidate
@@ -558,3 +556,10 @@ class Coordinator:
                     log.warning(
                         "release_failed", session=round_.session.session_id, reason=error.reason
                     )
+
+
+def _unreachable(error: AmpdError) -> AmpdError:
+    """What a client is told of the last home that could not take its round."""
+    if error.reason is ErrorReason.STALE_INCARNATION:
+        return AmpdError(ErrorReason.WORKER_UNAVAILABLE, f"the home was restarted: {error.message}")
+    return error

@@ -102,6 +102,7 @@ class SharedState:
         self._down = False
         self._recovered_s = self._restarted_s = float("-inf")
         self._life = ""
+        self._heard_s = float("-inf")
 
     # --- the store's health ------------------------------------------------------------------
 
@@ -113,12 +114,13 @@ class SharedState:
         self._answered()
         if self._life and life != self._life:
             self._recovered_s = self._restarted_s = now_s = self._clock()
-            again = [write for write in self._recent if write.since_s >= now_s - RECENT_S]
+            since_s = self._heard_s - RECENT_S
+            again = [write for write in self._recent if write.since_s >= since_s]
             self._recent.clear()
             log.warning("store_restarted", written_again=len(again))
             for write in again:
                 self._write_later(replace(write, since_s=now_s))
-        self._life = life
+        self._life, self._heard_s = life, self._clock()
 
     def noted(self, record: SessionRecord, request_id: str) -> None:
         """A session was created or closed: a store that forgets it is told again."""
@@ -271,7 +273,7 @@ class SharedState:
                     raise
                 else:
                     continue
-            self._recent.append(ended)
+            self._recent.append(replace(ended, since_s=self._clock()))
             return
         self._write_later(ended)
         self.detach(round_, settled)
@@ -301,22 +303,24 @@ class SharedState:
         """The round ended without a result; whether the session is closed, or gone."""
         session_id, resumable = round_.session.session_id, writes.replay_request_id
         self._detached.pop(session_id, None)
+        ended = PendingWrite(session_id, round_.attempt_id, None, writes, self._clock())
         for attempt in range(WRITE_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(WRITE_RETRY_S)
             try:
-                return await self._discard(round_, writes)
+                closed = await self._discard(round_, writes)
             except AmpdError as error:
                 self._failed(error)
+            else:
+                self._recent.append(ended)
+                return closed
         if round_.session.running is not None:
             now_unix_s = round_.session.last_used_unix_s
             self._note(
                 lifecycle.discard(round_.session, resumable=resumable, now_unix_s=now_unix_s)
             )
         try:
-            self._write_later(
-                PendingWrite(session_id, round_.attempt_id, None, writes, self._clock())
-            )
+            self._write_later(ended)
         except AmpdError as full:
             log.error("discard_not_written", session=session_id, error=full.message)
         return False
@@ -411,6 +415,7 @@ class SharedState:
             return False
         if written:
             self._note(record)
+            self._recent.append(replace(write, since_s=self._clock()))
         return written
 
     async def _write_session_again(self, write: PendingWrite, stored: SessionRecord | None) -> bool:

@@ -119,20 +119,22 @@ class Reconciler:
     def _copy(self, session: ResidentSession) -> ResidentCopy | None:
         """The session as it is at home here; None while it is not, or is in use."""
         resident = self._home.session(session.session_id) is session
-        if not resident or not session.paused or not session.tokens:
+        if not resident or not session.paused:
             return None
         if session.facts is None or session.slo is None:
             return None
         if self._clock() - session.last_used_s < SETTLING_S and not session.doubtful:
             return None
+        kept = session.kept
         return ResidentCopy(
             session_id=session.session_id,
             home=self._me,
             rounds=session.rounds,
             history_tokens=len(session.tokens),
-            last_token_id=session.tokens[-1],
+            last_token_id=session.tokens[-1] if session.tokens else None,
             facts=session.facts,
             slo=session.slo,
             unconfirmed=self._home.is_unconfirmed(session),
             restarted=self._home.has_restarted(session),
+            attempt_id=kept.order.attempt_id if kept is not None and kept.finished else "",
         )

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
@@ -28,6 +29,10 @@ from ampd.ports import ClaimedTask, Engine, Peers, PrefillPeer, PrefillReport, T
 from services.decode.settings import HomeLimits
 
 log = structlog.get_logger(__name__)
+
+WITHDRAW_ATTEMPTS: Final = 4
+WITHDRAW_RETRY_S: Final = 0.5
+"""A call that was lost is no dead worker: what a void task took is free in seconds all the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,12 +171,17 @@ class PrefillTasks:
         self._chores.create_task(self._withdraw(target, task_id), name="withdraw")
 
     async def _withdraw(self, target: PrefillTarget, task_id: str) -> None:
-        try:
-            await self._peers.prefill(target).withdraw(task_id)
-        except AmpdError as error:
-            # A worker that cannot be told is dead, or drops the task when its claim is gone
-            # and its result when the lease on it ends.
-            log.info("withdraw_failed", task=task_id, reason=error.reason)
+        for attempt in range(1, WITHDRAW_ATTEMPTS + 1):
+            try:
+                await self._peers.prefill(target).withdraw(task_id)
+                return
+            except AmpdError as error:
+                # A worker that cannot be told is dead, or drops the task when its claim is gone
+                # and its result when the lease on it ends.
+                log.info("withdraw_failed", task=task_id, reason=error.reason)
+                if error.reason is ErrorReason.STALE_INCARNATION or attempt == WITHDRAW_ATTEMPTS:
+                    return
+            await asyncio.sleep(WITHDRAW_RETRY_S)
 
     # --- what prefill workers call -----------------------------------------------------------
 

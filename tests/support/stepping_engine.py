@@ -128,6 +128,8 @@ class SteppingEngine:
             context = sum(job.context for job in decodes)
             seconds = self.cost.t_mixed(chunk, history, len(decodes), context)
             await asyncio.sleep(seconds)
+            if not self.jobs:
+                break  # the last one has left meanwhile: nothing was computed
             self.samples.append(StepSample(chunk, history, len(decodes), context, seconds))
             for job in decodes:
                 job.context += 1
