@@ -103,15 +103,14 @@ class SessionMover:
             raise AmpdError(
                 ErrorReason.ROUND_RUNNING, f"a round of session {session_id} is still running"
             )
-        # One whose every round was given up has no tokens yet.
+        # One whose every round was given up has no tokens yet: the next one may begin anywhere.
         if session is None or not session.tokens:
             raise AmpdError(
                 ErrorReason.SESSION_NOT_FOUND,
                 f"{self._info.worker_id} holds nothing of session {session_id}",
             )
-        if target_worker_id == self._info.worker_id or not session.tokens:
-            # It is there; or nothing of it is here yet, and its next round may begin anywhere.
-            return Moved(self._info.worker_id)
+        if target_worker_id == self._info.worker_id:
+            return Moved(target_worker_id)
         if self._moves >= MAX_MOVES:
             raise _full(f"{self._info.worker_id} moves {self._moves} sessions already")
         self._moves += 1
