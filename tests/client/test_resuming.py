@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -292,6 +292,47 @@ async def test_a_coordinator_that_is_not_there_is_passed_over() -> None:
     async with scripted_server([]) as (address, server), AmpdClient(["127.0.0.1:1", address]) as c:
         assert (await c.create_session()).session_id == "s"
         assert len(server.seen) == 1
+
+
+@asynccontextmanager
+async def wire_to(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An address behind which `address` is, until the event is set: then connections stay, and
+    carry nothing any more, as those of a process that stands still."""
+    still = asyncio.Event()
+    host, port = address.split(":")
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if not still.is_set():
+                writer.write(data)
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, forth = await asyncio.open_connection(host, int(port))
+        with suppress(ConnectionError):
+            await asyncio.gather(carry(reader, forth), carry(back, writer))
+
+    wire = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with wire:
+        yield f"127.0.0.1:{wire.sockets[0].getsockname()[1]}", still
+
+
+async def test_a_coordinator_that_stands_still_is_left() -> None:
+    async with (
+        scripted_server([PLACED, TOKENS, 30.0]) as (first, _),
+        scripted_server([PLACED, tokens("abc", 1, 2, 3), FINISHED], []) as (second, _),
+        wire_to(first) as (address, still),
+        AmpdClient([address, second]) as client,
+    ):
+        events: list[RoundEvent] = []
+        round_ = asyncio.create_task(_collect(client, events))
+        while len(events) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        still.set()
+        # Within its deadline, another call finds the other one as well.
+        assert (await client.create_session()).session_id == "s"
+        await round_
+        assert events == said(PLACED, TOKENS, tokens("c", 3), FINISHED)
 
 
 async def test_a_client_needs_an_address() -> None:
