@@ -11,6 +11,7 @@ from ampd.cli.chat import chat
 from ampd.cli.console import say_error
 from ampd.cli.demo import demo
 from ampd.cli.errors import CliError, ExitCode, from_ampd_error
+from ampd.cli.simulate import simulate
 from ampd.cli.status import status
 from ampd.cli.up import down, up
 from ampd.cli.version import version
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (demo, up, down, status, chat, version):
+for command in (demo, up, down, status, chat, simulate, version):
     app.command()(command)
 app.add_typer(worker.app, name="worker")
 app.add_typer(session.app, name="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -44,7 +45,7 @@ def set_policy(
 ) -> None:
     """Replace the policy in the whole cluster while it runs."""
     policy = Policy(name=name)
-    policy.settings.update(dict(_setting(text) for text in settings or ()))
+    policy.settings.update(parse_settings(settings or ()))
 
     async def change() -> View:
         async with connect(address) as client:
@@ -52,6 +53,11 @@ def set_policy(
             return policy_view(changed)
 
     emit_one(run_async(change()), output)
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, float | bool | str]:
+    """Each SETTING=VALUE; CliError for one that is not."""
+    return dict(_setting(text) for text in texts)
 
 
 def _setting(text: str) -> tuple[str, float | bool | str]:

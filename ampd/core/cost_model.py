@@ -116,15 +116,20 @@ class CostModel:
         )
 
     def mixed_chunk(
-        self, limit_s: float, chunk_history_tokens: int, batch: int, context_tokens: int
+        self,
+        limit_s: float,
+        chunk_history_tokens: int,
+        batch: int,
+        context_tokens: int,
+        most_tokens: int = MAX_MIXED_CHUNK_TOKENS,
     ) -> int:
         """The most chunk tokens whose mixed step stays within `limit_s` (0: none).
 
         The exact inverse of `t_mixed`: the result fits and one token more does not, up to
-        MAX_MIXED_CHUNK_TOKENS.
+        `most_tokens`.
         """
         return bisect_right(
-            range(1, MAX_MIXED_CHUNK_TOKENS + 1),
+            range(1, most_tokens + 1),
             limit_s,
             key=lambda chunk: self.t_mixed(chunk, chunk_history_tokens, batch, context_tokens),
         )

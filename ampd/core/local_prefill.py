@@ -86,8 +86,10 @@ def chunk_tokens(
         )
     if smallest_s > limit_s:
         return 0
-    chunk = cost.mixed_chunk(limit_s / calibration, chunk_history_tokens, batch, context_tokens)
-    return min(max(chunk, smallest), max_chunk_tokens)
+    chunk = cost.mixed_chunk(
+        limit_s / calibration, chunk_history_tokens, batch, context_tokens, max_chunk_tokens
+    )
+    return max(chunk, smallest)
 
 
 def calibrate(calibration: float, predicted_s: float, measured_s: float) -> float:

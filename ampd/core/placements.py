@@ -8,11 +8,11 @@ to what it reads. (Those of other coordinators show with the next heartbeat.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from ampd.core.model import WorkerView
+from ampd.core.model import WorkerLoad, WorkerView
 
 MAX_PLACEMENTS: Final = 4096
 """Placements remembered; the oldest are forgotten first."""
@@ -48,23 +48,45 @@ class RecentPlacements:
             self._placements.popleft()
         if not self._placements:
             return views
-        return tuple(self._with_placements(view, now_s) for view in views)
-
-    def _with_placements(self, view: WorkerView, now_s: float) -> WorkerView:
-        published_s = now_s - view.age_s - SETTLE_S
-        unseen = [
-            placement
-            for placement in self._placements
-            if placement.worker_id == view.info.worker_id and placement.placed_s >= published_s
-        ]
-        if not unseen:
-            return view
-        prefills = [placement.prefill_s for placement in unseen if placement.prefill_s > 0]
-        load = replace(
-            view.load,
-            queued_tasks=view.load.queued_tasks + len(prefills),
-            queued_prefill_s=view.load.queued_prefill_s + sum(prefills),
-            kv_reserved_tokens=view.load.kv_reserved_tokens
-            + sum(placement.reserved_tokens for placement in unseen),
+        by_worker: dict[str, list[Placement]] = {}
+        for placement in self._placements:
+            by_worker.setdefault(placement.worker_id, []).append(placement)
+        return tuple(
+            _with_placements(view, by_worker[view.info.worker_id], now_s)
+            if view.info.worker_id in by_worker
+            else view
+            for view in views
         )
-        return replace(view, load=load)
+
+
+def _with_placements(view: WorkerView, placements: Sequence[Placement], now_s: float) -> WorkerView:
+    """The view with those of its worker's placements that its load does not show."""
+    published_s = now_s - view.age_s - SETTLE_S
+    tasks = reserved_tokens = 0
+    prefill_s = 0.0
+    for placement in placements:
+        if placement.placed_s >= published_s:
+            tasks += placement.prefill_s > 0
+            prefill_s += placement.prefill_s
+            reserved_tokens += placement.reserved_tokens
+    if not (tasks or reserved_tokens):
+        return view
+    # Written out: `dataclasses.replace` would take most of a decision's time.
+    old = view.load
+    load = WorkerLoad(
+        draining=old.draining,
+        queued_tasks=old.queued_tasks + tasks,
+        queued_prefill_s=old.queued_prefill_s + prefill_s,
+        oldest_wait_s=old.oldest_wait_s,
+        ttft_window_s=old.ttft_window_s,
+        itl_window_s=old.itl_window_s,
+        running_rounds=old.running_rounds,
+        running_context_tokens=old.running_context_tokens,
+        sessions=old.sessions,
+        kv_pinned_tokens=old.kv_pinned_tokens,
+        kv_running_tokens=old.kv_running_tokens,
+        kv_reserved_tokens=old.kv_reserved_tokens + reserved_tokens,
+        tools=old.tools,
+        drain_estimate_s=old.drain_estimate_s,
+    )
+    return WorkerView(view.info, load, view.age_s)

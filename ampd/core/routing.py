@@ -163,8 +163,8 @@ def _local(task: RouteTask, home: WorkerView, *, literal: bool) -> RouteCandidat
         if batch:
             middle = history + increment // 2
             limit_s = TARGET * task.slo.itl_s
-            chunk = max(MIN_CHUNK_TOKENS, cost.mixed_chunk(limit_s, middle, batch, context))
-            chunk = min(chunk, increment)
+            chunk = cost.mixed_chunk(limit_s, middle, batch, context, increment)
+            chunk = min(max(MIN_CHUNK_TOKENS, chunk), increment)
             steps = -(-increment // chunk)
             compute_s = max(compute_s, steps * cost.t_mixed(chunk, middle, batch, context))
             smallest_s = cost.t_mixed(min(MIN_CHUNK_TOKENS, increment), middle, batch, context)

@@ -1,6 +1,6 @@
 """A burst between two heartbeats spreads, and nothing is counted twice."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ampd.core.model import Role, WorkerInfo, WorkerLoad, WorkerView
 from ampd.core.placements import MAX_PLACEMENTS, Placement, RecentPlacements
@@ -42,3 +42,18 @@ def test_memory_is_bounded() -> None:
         recent.add(Placement("w", float(index), reserved_tokens=1))
     (seen,) = recent.shown_in([view(age_s=1e9)], float(MAX_PLACEMENTS + 10))
     assert seen.load.kv_reserved_tokens == MAX_PLACEMENTS
+
+
+def test_all_else_of_a_load_is_kept() -> None:
+    values = {
+        field.name: (f"tool-{number}",) if field.name == "tools" else number
+        for number, field in enumerate(fields(WorkerLoad), start=1)
+    }
+    loaded = WorkerView(INFO, WorkerLoad(**values), age_s=0.3)  # type: ignore[arg-type]
+    recent = RecentPlacements()
+    recent.add(Placement("w", 10.0, prefill_s=0.5, reserved_tokens=7))
+    (shown,) = recent.shown_in([loaded], 10.0)
+    changed = {"queued_tasks": 1, "queued_prefill_s": 0.5, "kv_reserved_tokens": 7}
+    for name, value in values.items():
+        assert getattr(shown.load, name) == (value + changed[name] if name in changed else value)
+    assert (shown.info, shown.age_s) == (loaded.info, 0.3)

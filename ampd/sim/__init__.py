@@ -1,0 +1,1 @@
+"""The simulator: the decisions of `ampd.core` on modelled workers (docs/simulator.md)."""
