@@ -159,7 +159,7 @@ def handle_of(tokens: array[int], count: int) -> KvHandle:
 def test_a_handle_serves_only_its_own_tokens() -> None:
     tokens = tokens_of(9)
     handle = handle_of(tokens, 6)
-    assert handles.loan_of(handle, tokens, "kv").blocks == (1, 2)
+    assert handles.loan_of(handle, tokens, "kv", block_tokens=3).blocks == (1, 2)
     other = array("I", tokens)
     other[5] = 77
     unlent = replace(handle, payload=handles.encode(handles.Payload("pin")))
@@ -172,11 +172,14 @@ def test_a_handle_serves_only_its_own_tokens() -> None:
         (tokens, unlent),
     ):
         with pytest.raises(AmpdError) as refused:
-            handles.loan_of(bad, bad_tokens, "kv")
+            handles.loan_of(bad, bad_tokens, "kv", block_tokens=3)
         assert refused.value.violations[0].field == "kv"
     other[8] = 78
     other[5] = tokens[5]
-    assert handles.loan_of(handle, other, "kv")
+    assert handles.loan_of(handle, other, "kv", block_tokens=3)
+    for block_tokens in (2, 6):
+        with pytest.raises(AmpdError, match="blocks"):
+            handles.loan_of(handle, tokens, "kv", block_tokens=block_tokens)
 
 
 def test_side_channel_confirms_reads_and_survives_nonsense() -> None:

@@ -196,6 +196,24 @@ class AmpdConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             with self._nixl_lock:
                 super().shutdown()
 
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        # vLLM asserts, and the whole engine ends, where a handle names blocks that its owner
+        # has not: such a read has failed like any other.
+        if self._is_out_of_range(meta.remote):
+            self._handle_failed_transfer(
+                req_id, None, self._recv_failures, record_failed_transfer=False
+            )
+            return
+        super()._read_blocks_for_req(req_id, meta)
+
+    def _is_out_of_range(self, remote: Any) -> bool:
+        physical_blocks = self.dst_num_blocks.get(remote.engine_id)
+        if physical_blocks is None or self.transfer_topo is None:
+            return False  # its handshake comes first
+        info = self.transfer_topo.get_engine_info(remote.engine_id)
+        blocks = physical_blocks // info.remote_physical_blocks_per_logical
+        return any(block >= blocks for group in remote.block_ids for block in group)
+
     def _give_up_late_pulls(self) -> None:
         """Abort pulls that are past their time. One that NIXL cannot abort keeps its blocks,
         since its bytes may still arrive."""

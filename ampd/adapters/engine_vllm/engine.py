@@ -122,7 +122,7 @@ class VllmEngine:
         """What the connector needs to read the handle's KV; nothing without a handle."""
         if handle is None:
             return {}
-        loan = handles.loan_of(handle, tokens, field)
+        loan = handles.loan_of(handle, tokens, field, block_tokens=self.info.block_tokens)
         return handles.transfer_parameters(loan, handle.tokens)
 
     def _check(self, tokens: Tokens, output: Tokens | None = None) -> None:

@@ -58,17 +58,19 @@ def decode(handle: KvHandle, field: str) -> Payload:
         raise invalid_field(field, f"not a handle of a vLLM engine ({error})") from error
 
 
-def loan_of(handle: KvHandle, tokens: array[int], field: str) -> Loan:
+def loan_of(handle: KvHandle, tokens: array[int], field: str, *, block_tokens: int) -> Loan:
     """The loan by which the KV of `tokens`' beginning is read.
 
-    AmpdError INVALID_FIELD `field`: not lent, malformed, longer than the tokens, or the KV of
-    other tokens.
+    AmpdError INVALID_FIELD `field`: not lent, malformed, longer than the tokens, with more or
+    fewer blocks than they take, or the KV of other tokens.
     """
     loan = decode(handle, field).loan
     if loan is None:
         raise invalid_field(field, "the handle is not lent: lend it first")
     if not 0 < handle.tokens <= len(tokens):
         raise invalid_field(field, f"covers {handle.tokens} tokens of {len(tokens)}")
+    if len(loan.blocks) != -(-handle.tokens // block_tokens) or min(loan.blocks) < 0:
+        raise invalid_field(field, f"has not the blocks of {handle.tokens} tokens")
     if tokens_digest(tokens, handle.tokens) != loan.tokens_digest:
         raise invalid_field(field, "holds the KV of other tokens")
     return loan
