@@ -15,6 +15,7 @@ from ampd.cli.cluster import LocalCluster
 from ampd.cli.errors import CliError
 from ampd.core.model import Role
 
+SEVERAL: Final = 3
 START_ATTEMPTS: Final = 3
 """Of a restart: another process may hold the port for a moment."""
 
@@ -43,6 +44,8 @@ class FaultShape:
             STORE: 1.0,
         }
     )
+    several_share: float = 0.2
+    """Of faults: not one but SEVERAL in one instant."""
     spared: tuple[str, ...] = (Role.DECODE, Role.COORDINATOR)
     """Of these roles one is always left alone."""
 
@@ -71,7 +74,9 @@ class Adversary:
         """Until cancelled."""
         while True:
             await asyncio.sleep(self._rng.expovariate(1 / self._shape.every_s))
-            self._strike()
+            several = self._rng.random() < self._shape.several_share
+            for _ in range(SEVERAL if several else 1):
+                self._strike()
 
     async def mend(self) -> None:
         """Returns when every fault has run its course."""
