@@ -13,7 +13,7 @@ import grpc
 from ampd.client.connections import Connection, Connections
 from ampd.client.resuming import Delivered, RoundEvent
 from ampd.client.retries import Retries
-from ampd.core.errors import AmpdError
+from ampd.core.errors import AmpdError, ErrorReason
 from ampd.v1.admin_service_pb2 import (
     DrainWorkerRequest,
     DrainWorkerResponse,
@@ -163,6 +163,8 @@ class AmpdClient:
                         if new is not None:
                             retries.progressed()
                             yield new
+                if not delivered.ended:
+                    raise AmpdError(ErrorReason.INTERNAL, "the stream ended before the round did")
                 return
             except AmpdError as error:
                 if delivered.ended:

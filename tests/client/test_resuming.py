@@ -256,6 +256,14 @@ async def test_a_round_whose_session_went_on_is_the_callers_to_judge(
     assert len(server.seen) == 2
 
 
+async def test_a_stream_without_an_end_is_an_error(
+    client: AmpdClient, server: ScriptedServer
+) -> None:
+    server.scripts = [[PLACED, TOKENS]]
+    with pytest.raises(AmpdError, match="before the round did"):
+        await _events(client)
+
+
 async def test_the_deadline_holds_over_all_attempts(
     client: AmpdClient, server: ScriptedServer
 ) -> None:
@@ -320,7 +328,7 @@ async def wire_to(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 async def test_a_coordinator_that_stands_still_is_left() -> None:
     async with (
         scripted_server([PLACED, TOKENS, 30.0]) as (first, _),
-        scripted_server([PLACED, tokens("abc", 1, 2, 3), FINISHED], []) as (second, _),
+        scripted_server([PLACED, tokens("abc", 1, 2, 3), FINISHED]) as (second, _),
         wire_to(first) as (address, still),
         AmpdClient([address, second]) as client,
     ):
@@ -330,7 +338,7 @@ async def test_a_coordinator_that_stands_still_is_left() -> None:
             await asyncio.sleep(0.01)
         still.set()
         # Within its deadline, another call finds the other one as well.
-        assert (await client.create_session()).session_id == "s"
+        assert [session.session_id async for session in client.list_sessions(page_size=5)]
         await round_
         assert events == said(PLACED, TOKENS, tokens("c", 3), FINISHED)
 
