@@ -13,6 +13,7 @@ from ampd.cli.options import Address, Output, connect
 from ampd.cli.output import Format, emit_one
 from ampd.cli.runner import run_async
 from ampd.cli.views import View, policy_view
+from ampd.core.policies import POLICIES
 from ampd.v1.policy_pb2 import Policy
 
 app = typer.Typer(help="The routing policy in force.", no_args_is_help=True)
@@ -31,7 +32,7 @@ def get(address: Address = "", output: Output = Format.TABLE) -> None:
 
 @app.command("set")
 def set_policy(
-    name: Annotated[str, typer.Argument(help="ampd-paper, always-remote or always-local.")],
+    name: Annotated[str, typer.Argument(help=f"{', '.join(POLICIES)}.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="[SETTING=VALUE]...", help="E.g. alpha=0.8.", show_default=False),

@@ -278,6 +278,10 @@ class RouteReason(StrEnum):
     """The first prefill worker died, refused or stayed silent; a second one took it."""
     FALLBACK_LOCAL = "fallback_local"
     """No prefill worker finished the task: the home did."""
+    LATER_ROUND = "later_round"
+    """The policy prefills all but a session's first round at home."""
+    MOSTLY_CACHED = "mostly_cached"
+    """Little of the prompt is not cached at home, and the home is not busy."""
 
 
 @dataclass(frozen=True, slots=True)

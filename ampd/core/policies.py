@@ -20,6 +20,9 @@ SettingValue = float | int | bool | str
 AMPD_PAPER: Final = "ampd-paper"
 ALWAYS_REMOTE: Final = "always-remote"
 ALWAYS_LOCAL: Final = "always-local"
+CHEAPEST: Final = "cheapest"
+FIRST_REMOTE: Final = "first-remote-then-local"
+THRESHOLD: Final = "threshold"
 
 LEAST_LOADED: Final = "least-loaded"
 ROUND_ROBIN: Final = "round-robin"
@@ -112,6 +115,29 @@ POLICIES: Final[Mapping[str, Policy]] = {
             ),
         ),
         Policy(ALWAYS_LOCAL, "every prefill on the session's home", (WINDOW_S,)),
+        Policy(CHEAPEST, "wherever the predicted TTFT is smallest", (WINDOW_S,)),
+        Policy(
+            FIRST_REMOTE,
+            "a session's first prefill on the least loaded prefill worker, all others at home",
+            (WINDOW_S,),
+        ),
+        Policy(
+            THRESHOLD,
+            "at home while little is not cached there and the home is not busy, else on the least "
+            "loaded prefill worker",
+            (
+                Setting("tokens", 4096, "most uncached tokens prefilled at home", 0, 1 << 20),
+                Setting("ratio", 0.6, "largest share of the prompt that is uncached", 0.0, 1.0),
+                Setting(
+                    "busy_kv",
+                    0.9,
+                    "share of the home's KV memory held by running rounds above which it is busy",
+                    0.0,
+                    1.0,
+                ),
+                WINDOW_S,
+            ),
+        ),
     )
 }
 DEFAULT_POLICY: Final = PolicySpec(AMPD_PAPER)

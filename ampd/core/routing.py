@@ -32,7 +32,15 @@ from ampd.core.model import (
     Slo,
     WorkerView,
 )
-from ampd.core.policies import ALWAYS_LOCAL, AMPD_PAPER, ROUND_ROBIN, number
+from ampd.core.policies import (
+    ALWAYS_LOCAL,
+    AMPD_PAPER,
+    CHEAPEST,
+    FIRST_REMOTE,
+    ROUND_ROBIN,
+    THRESHOLD,
+    number,
+)
 
 MAX_CANDIDATES: Final = 8
 """Remote candidates a decision keeps, best first: it is stored with every round."""
@@ -88,7 +96,16 @@ def route(
         else:
             remotes.sort()
         return _paper(task, local, remotes, policy, age_s)
-    if policy.settings["choice"] == ROUND_ROBIN:
+    if policy.name == CHEAPEST:
+        remotes.sort()
+        return _cheapest(local, remotes, policy, age_s)
+    if policy.name == FIRST_REMOTE and task.history_tokens:
+        remotes.sort()
+        return _to_home(local, RouteReason.LATER_ROUND, policy, remotes, age_s)
+    if policy.name == THRESHOLD and _mostly_cached(task, home, policy):
+        remotes.sort()
+        return _to_home(local, RouteReason.MOSTLY_CACHED, policy, remotes, age_s)
+    if policy.settings.get("choice") == ROUND_ROBIN:
         remotes.sort(key=_worker_id)
         turn = tie_seed % len(remotes)
         remotes = remotes[turn:] + remotes[:turn]
@@ -113,10 +130,31 @@ def _paper(
     itl_kept = local.statistic_s <= number(policy, "beta") * task.slo.itl_s
     if itl_kept and (policy.settings["literal"] or local.total_s <= task.slo.ttft_s):
         return _to_home(local, RouteReason.DECODE_WITHIN_ITL, policy, remotes, age_s)
+    return _cheapest(local, remotes, policy, age_s)
+
+
+def _cheapest(
+    local: RouteCandidate, remotes: list[_Remote], policy: PolicySpec, age_s: float
+) -> RouteDecision:
+    """The smallest predicted TTFT of all places."""
     cheapest = min(range(len(remotes)), key=lambda index: remotes[index][:2])
     if (local.total_s, local.worker_id) <= remotes[cheapest][:2]:
         return _to_home(local, RouteReason.CHEAPEST_LOCAL, policy, remotes, age_s)
     return _to_prefill(cheapest, RouteReason.CHEAPEST_REMOTE, policy, local, remotes, age_s)
+
+
+def _mostly_cached(task: RouteTask, home: WorkerView, policy: PolicySpec) -> bool:
+    """Whether `threshold` leaves the task at home: the rule of Dynamo's conditional
+    disaggregation (uncached tokens and their share) and of llm-d's prefix-based decider (uncached
+    tokens), with a guard for a home whose memory is full of running rounds."""
+    uncached = task.increment_tokens
+    prompt = task.history_tokens + uncached
+    running, capacity = home.load.kv_running_tokens, home.info.kv_capacity_tokens
+    return (
+        uncached <= number(policy, "tokens")
+        and uncached <= number(policy, "ratio") * prompt
+        and running <= number(policy, "busy_kv") * capacity
+    )
 
 
 def _remotes(

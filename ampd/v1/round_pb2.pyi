@@ -73,6 +73,10 @@ class _RouteReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RouteReas
     """The prefill worker chosen first died, refused or stayed silent; another one took the task."""
     ROUTE_REASON_FALLBACK_LOCAL: _RouteReason.ValueType  # 10
     """No prefill worker finished the task; the home did."""
+    ROUTE_REASON_LATER_ROUND: _RouteReason.ValueType  # 11
+    """The policy prefills all but a session's first round at home."""
+    ROUTE_REASON_MOSTLY_CACHED: _RouteReason.ValueType  # 12
+    """Little of the prompt is not cached at home, and the home is not busy."""
 
 class RouteReason(_RouteReason, metaclass=_RouteReasonEnumTypeWrapper):
     """Why a prefill went where it went."""
@@ -99,6 +103,10 @@ ROUTE_REASON_REROUTED: RouteReason.ValueType  # 9
 """The prefill worker chosen first died, refused or stayed silent; another one took the task."""
 ROUTE_REASON_FALLBACK_LOCAL: RouteReason.ValueType  # 10
 """No prefill worker finished the task; the home did."""
+ROUTE_REASON_LATER_ROUND: RouteReason.ValueType  # 11
+"""The policy prefills all but a session's first round at home."""
+ROUTE_REASON_MOSTLY_CACHED: RouteReason.ValueType  # 12
+"""Little of the prompt is not cached at home, and the home is not busy."""
 Global___RouteReason: _TypeAlias = RouteReason  # noqa: Y015
 
 class _FinishReason:

@@ -48,6 +48,8 @@ def test_numbers_come_as_floats_from_the_wire() -> None:
         ("always-remote", "choice", "random"),
         ("always-remote", "choice", 1.0),
         ("always-local", "alpha", 0.9),
+        ("threshold", "tokens", 0.5),
+        ("threshold", "ratio", 1.1),
     ],
 )
 def test_a_wrong_setting_is_named(policy: str, name: str, value: SettingValue) -> None:

@@ -18,7 +18,7 @@ from ampd.core.model import (
     WorkerLoad,
     WorkerView,
 )
-from ampd.core.policies import SettingValue, resolve
+from ampd.core.policies import POLICIES, SettingValue, resolve
 from ampd.core.routing import MAX_CANDIDATES, MAX_FALLBACKS, RouteTask, route
 
 SLO = Slo(ttft_s=3.0, itl_s=0.05)
@@ -281,6 +281,53 @@ def test_round_robin_turns_by_the_counter() -> None:
     assert turns[0].reason is RouteReason.ROUND_ROBIN
 
 
+def test_cheapest_is_step_3_alone() -> None:
+    fast, slow = worker("p0", queued_prefill_s=0.1), worker("p1", queued_prefill_s=0.2)
+    decision = decide(slow, fast, history=0, policy="cheapest")
+    # At home nothing has to come back.
+    assert (decision.route, decision.reason) == (Route.LOCAL, RouteReason.CHEAPEST_LOCAL)
+    busy = home(queued_prefill_s=5.0)
+    decision = decide(slow, fast, at=busy, history=0, policy="cheapest")
+    assert (decision.prefill_worker, decision.reason) == ("p0", RouteReason.CHEAPEST_REMOTE)
+    assert decision.fallbacks == ("p1",)
+
+
+def test_only_the_first_round_is_remote() -> None:
+    workers = [worker("p0", queued_prefill_s=9.0), worker("p1", queued_prefill_s=8.0)]
+    first = decide(*workers, history=0, policy="first-remote-then-local")
+    assert (first.prefill_worker, first.reason) == ("p1", RouteReason.LEAST_LOADED)
+    later = decide(*workers, history=1, increment=100_000, policy="first-remote-then-local")
+    assert (later.route, later.reason) == (Route.LOCAL, RouteReason.LATER_ROUND)
+
+
+@pytest.mark.parametrize(
+    ("history", "increment", "running_tokens", "local"),
+    [
+        (10_000, 1_000, 0, True),
+        (0, 1_000, 0, False),  # nothing is cached
+        (10_000, 1_001, 0, False),  # beyond the tokens
+        (999, 1_000, 0, False),  # beyond the ratio
+        (1_000, 1_000, 0, True),
+        (10_000, 1_000, 81, False),  # the home is busy
+        (10_000, 1_000, 80, True),
+    ],
+)
+def test_thresholds(history: int, increment: int, running_tokens: int, local: bool) -> None:
+    view = home(kv_running_tokens=running_tokens)
+    decision = decide(
+        worker("p0"),
+        at=replace(view, info=replace(view.info, kv_capacity_tokens=100)),
+        history=history,
+        increment=increment,
+        policy="threshold",
+        tokens=1_000,
+        ratio=0.5,
+        busy_kv=0.8,
+    )
+    reason = RouteReason.MOSTLY_CACHED if local else RouteReason.LEAST_LOADED
+    assert (decision.route is Route.LOCAL, decision.reason) == (local, reason)
+
+
 def test_literal_order_is_uniform_and_a_function_of_the_seed() -> None:
     workers = [worker(f"p{i}") for i in range(5)]
     picked = [decide(*workers, literal=True, seed=seed).prefill_worker for seed in range(5000)]
@@ -298,7 +345,7 @@ def test_literal_order_is_uniform_and_a_function_of_the_seed() -> None:
     st.integers(0, 100_000),
     st.integers(1, 50_000),
     st.integers(0, 200),
-    st.sampled_from(["ampd-paper", "always-remote", "always-local"]),
+    st.sampled_from(sorted(POLICIES)),
     st.integers(0, 2**64),
 )
 def test_any_decision_is_whole(
