@@ -88,11 +88,14 @@ class Times:
     ttft_s: list[float] = field(default_factory=list)
     longest_stall_s: float = 0.0
     stalled_round: str = ""
+    started_s: float = field(default_factory=time.monotonic)
 
     def stall(self, seconds: float, round_id: str) -> None:
         """A client waited so long between two tokens, or for the first one."""
         if seconds > self.longest_stall_s:
-            self.longest_stall_s, self.stalled_round = seconds, round_id
+            elapsed_s = time.monotonic() - self.started_s
+            self.longest_stall_s = seconds
+            self.stalled_round = f"{round_id}, until {elapsed_s:.1f} s"
 
 
 class Endpoints:
@@ -263,7 +266,7 @@ class Agent:
         begun_s = time.monotonic()
         give_up_s = rng.expovariate(1.0) if rng.random() < shape.cancel_share else None
         retries, calls = Retries(rng), 0
-        progress = _Progress(begun_s, self._times, request_id)
+        progress = _Progress(begun_s, self._times, f"{request_id} of {self._session}")
         judge.counts["rounds_begun"] += 1
         while True:
             drop_s = rng.expovariate(1 / 0.5) if rng.random() < shape.drop_share else None
