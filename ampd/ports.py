@@ -310,8 +310,8 @@ class StateStore(Protocol):
 
     @property
     def life(self) -> str:
-        """Which life of the store the last heartbeat or ping met; '' before the first. A store
-        of another life may have lost its last writes, or all."""
+        """Which life of the store the last heartbeat, load_round or ping met; '' before the
+        first. A store of another life may have lost its last writes, or all."""
         ...
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:

@@ -158,7 +158,7 @@ class RedisStateStore:
 
     @property
     def life(self) -> str:
-        """The server's run_id at the last heartbeat or ping."""
+        """The server's run_id at the last heartbeat, load_round or ping."""
         return self._life
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:
@@ -182,7 +182,7 @@ class RedisStateStore:
 
     async def load_round(self, session_id: str, request_id: str) -> RoundContext:
         """What one routing decision reads; its cost does not grow with the history."""
-        session, policy, replay, workers = await self._run(
+        session, policy, replay, workers, life = await self._run(
             "load_round",
             scripts.LOAD_ROUND,
             (
@@ -193,6 +193,7 @@ class RedisStateStore:
             ),
             self._worker,
         )
+        self._life = life.decode()
         return RoundContext(
             session=None if session is None else decode(SESSION, session),
             workers=self._views(workers),

@@ -66,6 +66,7 @@ return {
   redis.call('HGET', KEYS[3], 'spec'),
   redis.call('GET', KEYS[4]),
   live_workers(KEYS[2], ARGV[1]),
+  string.match(redis.call('INFO', 'server'), 'run_id:(%w+)'),
 }
 """
 )

@@ -127,28 +127,27 @@ class SharedState:
         writes = SessionWrites(replay_request_id=request_id)
         self._recent.append(PendingWrite(record.session_id, "", record, writes, self._clock()))
 
+    def _is_incomplete(self) -> bool:
+        """Whether the store has restarted a moment ago: homes may have yet to publish."""
+        return self._clock() - self._restarted_s < self._lease_s + RECOVERY_S
+
     async def require_complete(self) -> None:
         """STORE_UNAVAILABLE while a store that has restarted may lack what it knew before."""
         await self._store.ping()
         self.heard(self._store.life)
-        if self._clock() - self._restarted_s < self._lease_s + RECOVERY_S:
-            raise AmpdError(
-                ErrorReason.STORE_UNAVAILABLE,
-                "the shared store has restarted and may not have got back what it lacks",
-                retry_after_s=RECOVERY_S,
-            )
+        if self._is_incomplete():
+            raise _incomplete()
 
     async def doubted(self, error: AmpdError) -> AmpdError:
         """What to answer instead of `error`, which rests on what the store has told: a store that
         was down or has restarted a moment ago may not have got back what it lacks."""
         if error.reason in _RESTS_ON_THE_RECORD:
-            if error.reason is ErrorReason.SESSION_NOT_FOUND:
-                try:
-                    await self._store.ping()
-                    self.heard(self._store.life)
-                except AmpdError as failed:
-                    self._failed(failed)
-                    return failed
+            try:
+                await self._store.ping()
+                self.heard(self._store.life)
+            except AmpdError as failed:
+                self._failed(failed)
+                return failed
             if self.is_recovering():
                 return AmpdError(
                     ErrorReason.STORE_UNAVAILABLE,
@@ -178,7 +177,7 @@ class SharedState:
         except AmpdError as error:
             self._failed(error)
             return Loaded(self._last_known(session_id, request_id, error), True, error)
-        self._answered()
+        self.heard(self._store.life)
         self._workers, self._policy, self._read_s = context.workers, context.policy, self._clock()
         if session_id in self._detached:
             return Loaded(replace(context, session=self._detached[session_id]), True)
@@ -190,6 +189,9 @@ class SharedState:
                 return Loaded(replace(context, session=known), True)
         if context.session is not None:
             self._note(context.session)
+        if self._is_incomplete():
+            # The home must confirm what the store says, as if it were down.
+            return Loaded(context, True, _incomplete())
         return Loaded(context)
 
     async def decode_workers(self, last_known: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
@@ -267,7 +269,10 @@ class SharedState:
                 await self.swap(round_, settled, round_.session.version, writes)
             except AmpdError as error:
                 if error.reason is ErrorReason.SESSION_CONFLICT:
-                    if not await self._settle_behind(ended):
+                    behind = await self._settle_behind(ended)
+                    if behind is None:
+                        break
+                    if not behind:
                         raise
                 elif error.reason is not ErrorReason.STORE_UNAVAILABLE:
                     raise
@@ -279,13 +284,15 @@ class SharedState:
         self.detach(round_, settled)
         del self._detached[settled.session_id]
 
-    async def _settle_behind(self, ended: PendingWrite) -> bool:
+    async def _settle_behind(self, ended: PendingWrite) -> bool | None:
         """Whether the round's end got into a store that had forgotten its beginning, or that its
-        home was faster with."""
+        home was faster with. None: it must wait; the store is down, or lacks the session."""
         try:
             context = await self._store.load_round(ended.session_id, "")
             stored, settled = context.session, ended.settled
-            if stored is None or settled is None or stored.state is SessionState.CLOSED:
+            if stored is None:
+                return None
+            if settled is None or stored.state is SessionState.CLOSED:
                 return False
             if stored.running is None and stored.rounds == settled.rounds:
                 same_home = stored.home == settled.home
@@ -297,10 +304,10 @@ class SharedState:
             )
         except AmpdError as error:
             self._failed(error)
-            return False
+            return None
 
     async def discard(self, round_: Round, writes: SessionWrites) -> bool:
-        """The round ended without a result; whether the session is closed, or gone."""
+        """The round ended without a result; whether the session is closed."""
         session_id, resumable = round_.session.session_id, writes.replay_request_id
         self._detached.pop(session_id, None)
         ended = PendingWrite(session_id, round_.attempt_id, None, writes, self._clock())
@@ -330,7 +337,9 @@ class SharedState:
         for _ in range(DISCARD_ATTEMPTS):
             # Read, not remembered: of a write that failed nobody knows whether it was made.
             stored = await self._store.get_session(session_id)
-            if stored is None or stored.state is SessionState.CLOSED:
+            if stored is None:
+                return False  # expired, or lost: its home will know
+            if stored.state is SessionState.CLOSED:
                 self._sessions.pop(session_id, None)
                 return True
             idle = lifecycle.write_back(stored, None, round_.attempt_id, resumable=resumable)
@@ -453,3 +462,11 @@ class SharedState:
         if self._down:
             self._down = False
             self._recovered_s = self._clock()
+
+
+def _incomplete() -> AmpdError:
+    return AmpdError(
+        ErrorReason.STORE_UNAVAILABLE,
+        "the shared store has restarted and may not have got back what it lacks",
+        retry_after_s=RECOVERY_S,
+    )

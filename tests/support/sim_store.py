@@ -149,7 +149,7 @@ class SimStoreClient:
                 result = await answer
         except TimeoutError:
             raise _unavailable("timed out") from None
-        if name in ("heartbeat", "ping"):
+        if name in ("heartbeat", "load_round", "ping"):
             self._life = life
         return result
 
