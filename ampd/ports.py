@@ -314,6 +314,11 @@ class StateStore(Protocol):
         first. A store of another life may have lost its last writes, or all."""
         ...
 
+    @property
+    def age_s(self) -> float:
+        """For how long that life had lasted then, in seconds; infinite before the first."""
+        ...
+
     async def deregister(self, worker_id: str, incarnation: int) -> None:
         """Remove a worker, unless a newer incarnation has replaced it."""
         ...

@@ -6,6 +6,7 @@ No operation awaits anything, so each is atomic among the tasks of the event loo
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from array import array
 from collections.abc import Hashable
@@ -113,6 +114,11 @@ class MemoryStateStore:
     def life(self) -> str:
         """It lives as long as its process: always the same."""
         return "memory"
+
+    @property
+    def age_s(self) -> float:
+        """It has lost nothing, ever."""
+        return math.inf
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:
         """Remove a worker, unless a newer incarnation has replaced it. Idempotent."""

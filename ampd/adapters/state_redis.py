@@ -7,6 +7,7 @@ Whatever expires does so on the server's clock.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -131,6 +132,7 @@ class RedisStateStore:
         self._create = f"{prefix}:create:"
         self._sessions = f"{prefix}:sessions:"
         self._life = ""
+        self._age_s = math.inf
         self._unreadable: set[str] = set()
         self._decode_info = lru_cache(MAX_WORKER_INFOS_CACHED)(partial(decode, WORKER_INFO))
 
@@ -151,15 +153,20 @@ class RedisStateStore:
             encode(load),
             _ms(lease_s),
         )
+        self._met(life)
         if not accepted:
             raise replaced_incarnation(info)
-        self._life = life.decode() if life else ""
         return None if policy is None else decode(POLICY, policy)
 
     @property
     def life(self) -> str:
         """The server's run_id at the last heartbeat, load_round or ping."""
         return self._life
+
+    @property
+    def age_s(self) -> float:
+        """The server's uptime then, in whole seconds."""
+        return self._age_s
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:
         """Remove a worker, unless a newer incarnation has replaced it. Idempotent."""
@@ -193,7 +200,7 @@ class RedisStateStore:
             ),
             self._worker,
         )
-        self._life = life.decode()
+        self._met(life)
         return RoundContext(
             session=None if session is None else decode(SESSION, session),
             workers=self._views(workers),
@@ -334,8 +341,11 @@ class RedisStateStore:
 
     async def ping(self) -> None:
         """Returns when the server answers, whose `life` is known then. STORE_UNAVAILABLE."""
-        life = await self._run("ping", scripts.LIFE, ())
-        self._life = life.decode()
+        self._met(await self._run("ping", scripts.LIFE, ()))
+
+    def _met(self, life: list[bytes]) -> None:
+        run_id, uptime_s = life
+        self._life, self._age_s = run_id.decode(), float(uptime_s)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""

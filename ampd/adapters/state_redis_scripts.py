@@ -41,6 +41,14 @@ local function live_workers(index, prefix)
 end
 """
 
+_LIFE: Final = """
+-- Which life of the server answers, and for how long it has lived (s).
+local function life()
+  local info = redis.call('INFO', 'server')
+  return {string.match(info, 'run_id:(%w+)'), string.match(info, 'uptime_in_seconds:(%d+)')}
+end
+"""
+
 _RENEW_INDEX: Final = """
 local function renew(index, ttl_ms)
   if redis.call('PTTL', index) < tonumber(ttl_ms) then
@@ -58,7 +66,8 @@ return live_workers(KEYS[1], ARGV[1])
 )
 
 LOAD_ROUND: Final = Script(
-    _LIVE_WORKERS
+    _LIFE
+    + _LIVE_WORKERS
     + """
 -- KEYS: session, worker index, policy, replay. ARGV: worker key prefix.
 return {
@@ -66,32 +75,32 @@ return {
   redis.call('HGET', KEYS[3], 'spec'),
   redis.call('GET', KEYS[4]),
   live_workers(KEYS[2], ARGV[1]),
-  string.match(redis.call('INFO', 'server'), 'run_id:(%w+)'),
+  life(),
 }
 """
 )
 
 HEARTBEAT: Final = Script(
-    """
+    _LIFE
+    + """
 -- KEYS: worker, worker index, policy. ARGV: worker_id, incarnation, info, load, lease_ms.
 -- Incarnations are padded to equal length: they compare as strings, beyond a double's 53 bits.
 local held = redis.call('HGET', KEYS[1], 'incarnation')
 if held and held > ARGV[2] then
-  return {0, false, false}
+  return {0, false, life()}
 end
 redis.call('HSET', KEYS[1],
   'incarnation', ARGV[2], 'info', ARGV[3], 'load', ARGV[4], 'lease_ms', ARGV[5])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('SADD', KEYS[2], ARGV[1])
-local life = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
-return {1, redis.call('HGET', KEYS[3], 'spec'), life}
+return {1, redis.call('HGET', KEYS[3], 'spec'), life()}
 """
 )
 
 LIFE: Final = Script(
-    """
--- Which life of the server answers.
-return string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+    _LIFE
+    + """
+return life()
 """
 )
 

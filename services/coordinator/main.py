@@ -53,6 +53,7 @@ async def serve(
         state = SharedState(
             store=store,
             clock=time.monotonic,
+            wall_clock=time.time,
             max_state_age_s=settings.max_state_age_s,
             lease_s=settings.lease_s,
         )

@@ -65,8 +65,9 @@ class Sessions:
 
     async def get(self, tenant: str, session_id: str) -> SessionRecord:
         """SESSION_NOT_FOUND for an unknown, closed or foreign one."""
-        await self._state.require_complete()
-        return await self._own(await self._store.get_session(session_id), tenant, session_id)
+        record = await self._store.get_session(session_id)
+        await self._state.require_complete(record)
+        return await self._own(record, tenant, session_id)
 
     async def list(self, tenant: str, page_size: int, page_token: str) -> SessionPage:
         """The tenant's open sessions by session_id."""

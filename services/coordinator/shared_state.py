@@ -35,6 +35,8 @@ FLUSH_EVERY_S: Final = 0.2
 RECENT_S: Final = 5.0
 """A store that syncs its file every second may forget so much when it dies, with room."""
 MAX_RECENT_WRITES: Final = 8192
+CLOCK_SKEW_S: Final = 1.0
+"""Between the wall clocks of coordinators, and what a store's age is rounded by."""
 RECOVERY_S: Final = 2.0
 """What homes take to publish what a store has lost, once they know it."""
 WRITE_ATTEMPTS: Final = 2
@@ -83,10 +85,17 @@ class SharedState:
     """What one coordinator reads and writes for its rounds. `run` has to run beside it."""
 
     def __init__(
-        self, *, store: StateStore, clock: Clock, max_state_age_s: float, lease_s: float
+        self,
+        *,
+        store: StateStore,
+        clock: Clock,
+        wall_clock: Clock,
+        max_state_age_s: float,
+        lease_s: float,
     ) -> None:
         self._store = store
         self._clock = clock
+        self._wall_clock = wall_clock
         self._max_state_age_s = max_state_age_s
         self._lease_s = lease_s
         self._workers: tuple[WorkerView, ...] = ()
@@ -100,7 +109,7 @@ class SharedState:
         self._flushing = asyncio.Lock()
         self._wake = asyncio.Event()
         self._down = False
-        self._recovered_s = self._restarted_s = float("-inf")
+        self._recovered_s = self._store_started_s = float("-inf")
         self._life = ""
         self._heard_s = float("-inf")
 
@@ -113,7 +122,7 @@ class SharedState:
             return
         self._answered()
         if self._life and life != self._life:
-            self._recovered_s = self._restarted_s = now_s = self._clock()
+            self._recovered_s = now_s = self._clock()
             since_s = self._heard_s - RECENT_S
             again = [write for write in self._recent if write.since_s >= since_s]
             self._recent.clear()
@@ -121,21 +130,27 @@ class SharedState:
             for write in again:
                 self._write_later(replace(write, since_s=now_s))
         self._life, self._heard_s = life, self._clock()
+        self._store_started_s = self._heard_s - self._store.age_s
 
     def noted(self, record: SessionRecord, request_id: str) -> None:
         """A session was created or closed: a store that forgets it is told again."""
         writes = SessionWrites(replay_request_id=request_id)
         self._recent.append(PendingWrite(record.session_id, "", record, writes, self._clock()))
 
-    def _is_incomplete(self) -> bool:
-        """Whether the store has restarted a moment ago: homes may have yet to publish."""
-        return self._clock() - self._restarted_s < self._lease_s + RECOVERY_S
+    def _may_be_old(self, record: SessionRecord | None) -> bool:
+        """Whether the store lives so shortly that homes may have yet to publish what an earlier
+        life of it knew of the session. One that was created since then is as it is."""
+        store_age_s = self._clock() - self._store_started_s
+        if store_age_s >= self._lease_s + RECOVERY_S:
+            return False
+        started_unix_s = self._wall_clock() - store_age_s
+        return record is None or record.created_unix_s < started_unix_s + CLOCK_SKEW_S
 
-    async def require_complete(self) -> None:
+    async def require_complete(self, record: SessionRecord | None) -> None:
         """STORE_UNAVAILABLE while a store that has restarted may lack what it knew before."""
         await self._store.ping()
         self.heard(self._store.life)
-        if self._is_incomplete():
+        if self._may_be_old(record):
             raise _incomplete()
 
     async def doubted(self, error: AmpdError) -> AmpdError:
@@ -148,7 +163,7 @@ class SharedState:
             except AmpdError as failed:
                 self._failed(failed)
                 return failed
-            if self.is_recovering():
+            if self.is_recovering() or self._may_be_old(None):
                 return AmpdError(
                     ErrorReason.STORE_UNAVAILABLE,
                     f"the shared store is back and not complete yet: {error.message}",
@@ -189,7 +204,7 @@ class SharedState:
                 return Loaded(replace(context, session=known), True)
         if context.session is not None:
             self._note(context.session)
-        if self._is_incomplete():
+        if self._may_be_old(context.session):
             # The home must confirm what the store says, as if it were down.
             return Loaded(context, True, _incomplete())
         return Loaded(context)

@@ -147,7 +147,11 @@ class InProcess:
         """One more replica."""
         identity = Identity(f"c{len(self.coordinators)}", 1)
         state = SharedState(
-            store=self.store, clock=time.monotonic, max_state_age_s=10.0, lease_s=0.0
+            store=self.store,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            max_state_age_s=10.0,
+            lease_s=0.0,
         )
         self.write_backs.append(self.chores.create_task(state.run()))
         coordinator = Coordinator(
@@ -177,7 +181,11 @@ class InProcess:
     def sessions(self) -> Sessions:
         """The use case beside the rounds."""
         state = SharedState(
-            store=self.store, clock=time.monotonic, max_state_age_s=10.0, lease_s=0.0
+            store=self.store,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            max_state_age_s=10.0,
+            lease_s=0.0,
         )
         return Sessions(
             store=self.store,

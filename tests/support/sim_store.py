@@ -52,6 +52,7 @@ class SimStore:
         self.state = MemoryStateStore(clock=clock)
         self._snapshots: list[tuple[float, MemoryStateStore]] = []
         self.lives = 1
+        self.started_s = clock()
         self.on_write: Callable[[str, tuple[Any, ...], Any], None] = lambda *_: None
 
     def client(self, process: SimProcess) -> SimStoreClient:
@@ -73,6 +74,7 @@ class SimStore:
             self._note("store", "lost what is newer than", round(taken_s, 3))
             self.state = _copied(kept, self._clock)
         self.lives += 1
+        self.started_s = self._clock()
         self.up = True
 
     def reaches(self, process: SimProcess) -> bool:
@@ -87,6 +89,7 @@ class SimStoreClient:
         self._server = server
         self._process = process
         self._life = ""
+        self._age_s = float("inf")
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(MemoryStateStore, name)
@@ -102,6 +105,11 @@ class SimStoreClient:
     def life(self) -> str:
         """See the port."""
         return self._life
+
+    @property
+    def age_s(self) -> float:
+        """See the port; whole seconds, as a real server tells."""
+        return self._age_s
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -119,7 +127,7 @@ class SimStoreClient:
         refused = dice < faults.refused_share
         unanswered = not refused and dice < faults.refused_share + faults.unanswered_share
         own, nobody = _in(self._process), _in(None)
-        life = ""
+        life, age_s = "", 0.0
 
         def reply(result: Any, error: Exception | None) -> None:
             if answer.done():
@@ -130,7 +138,7 @@ class SimStoreClient:
                 answer.set_result(result)
 
         def arrive() -> None:
-            nonlocal life
+            nonlocal life, age_s
             if refused or not server.up:
                 loop.call_later(back_s, reply, None, _unavailable("refused"), context=own)
                 return
@@ -138,6 +146,7 @@ class SimStoreClient:
                 return  # silence: the client's patience ends it
             result, error = _now(getattr(server.state, name), args, kwargs)
             life = f"life {server.lives}"
+            age_s = float(int(server._clock() - server.started_s))
             if error is None:
                 server.on_write(name, args, result)
             if not unanswered:
@@ -150,7 +159,7 @@ class SimStoreClient:
         except TimeoutError:
             raise _unavailable("timed out") from None
         if name in ("heartbeat", "load_round", "ping"):
-            self._life = life
+            self._life, self._age_s = life, age_s
         return result
 
 
