@@ -4,16 +4,34 @@ has to."""
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import pytest
 from catalogue import scenario
-from driver import BLOCK, KV_BYTES_PER_TOKEN, LEASE_S, PREFILL_TOKEN_S, Ability, KvTrouble, Shape
-from google.protobuf.duration_pb2 import Duration
+from driver import (
+    BLOCK,
+    KV_BYTES_PER_TOKEN,
+    LEASE_S,
+    MAX_STEP_TOKENS,
+    PREFILL_TOKEN_S,
+    Ability,
+    KvTrouble,
+    Shape,
+)
 from scene import Scene, check_economy
+from sim_engine import COST
 
-from ampd.v1.round_pb2 import ROUTE_LOCAL, ROUTE_REMOTE
+from ampd.core.model import PolicySpec, Role
+from ampd.core.model import Slo as ModelSlo
+from ampd.sim.cluster import simulate
+from ampd.sim.settings import SimSettings, WorkerSpec
+from ampd.sim.workload import RoundPlan, SessionPlan, Workload
+from ampd.v1.round_pb2 import ROUTE_LOCAL, ROUTE_REMOTE, RouteReason
 from ampd.v1.session_pb2 import Slo
+from ampd.wire.times import duration_to_proto
 
 ROUTES: Final = {"always-local": ROUTE_LOCAL, "always-remote": ROUTE_REMOTE}
 SOLE: Final = Shape(prefill=1, decode=1)
@@ -168,11 +186,8 @@ def _used_at_home(scene: Scene) -> tuple[int, int]:
     return stats.kv_used_tokens, stats.running_requests + stats.waiting_requests
 
 
-def _slo(ttft_s: float) -> Slo:
-    whole = int(ttft_s)
-    return Slo(
-        ttft=Duration(seconds=whole, nanos=int((ttft_s - whole) * 1e9)), itl=Duration(seconds=2)
-    )
+def _slo(ttft_s: float, itl_s: float = 2.0) -> Slo:
+    return Slo(ttft=duration_to_proto(ttft_s), itl=duration_to_proto(itl_s))
 
 
 @scenario(SOLE, cases=("deadline-order-is-fifo",), needs={Ability.EXACT})
@@ -202,7 +217,9 @@ async def the_order_changes_when_both_can_be_on_time(scene: Scene) -> None:
 
 
 @scenario(
-    Shape(prefill=1, decode=1, max_model_tokens=16_384, kv_tokens=32_768), needs={Ability.EXACT}
+    Shape(prefill=1, decode=1, max_model_tokens=16_384, kv_tokens=32_768),
+    cases=("shared-prefix-tier-counted-wrong",),
+    needs={Ability.EXACT},
 )
 async def history_at_home_counts_as_cached(scene: Scene) -> None:
     """10,000 tokens at the home: what a local prefill is predicted to cost is its increment."""
@@ -218,6 +235,13 @@ async def history_at_home_counts_as_cached(scene: Scene) -> None:
     predicted_s = home.compute.ToTimedelta().total_seconds()
     assert predicted_s == pytest.approx(1500 * PREFILL_TOKEN_S, rel=0.1)
     check_economy(seen)
+    # 1,500 tokens are not cached: little, of 13,000. Of a new prompt nothing is.
+    await client.set_policy("threshold", tokens=4096.0)
+    seen = await dialogue.round(1500, 4)
+    assert seen.where.route == ROUTE_LOCAL
+    check_economy(seen)
+    new = await scene.open()
+    assert (await new.round(10_000, 1)).where.route == ROUTE_REMOTE
 
 
 @scenario(needs={Ability.EXACT})
@@ -239,3 +263,109 @@ async def a_rewind_drops_the_tail(scene: Scene) -> None:
             seen = await dialogue.round(40, keep=keep)
             assert seen.where.route == route
             await dialogue.check_as_before()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded(Workload):
+    """A recorded trace: every round has its own instant, whatever the ones before it took."""
+
+    plans: tuple[SessionPlan, ...] = ()
+
+    def sessions(self, *, rate: float, horizon_s: float, seed: int) -> Iterator[SessionPlan]:
+        """See `Workload.sessions`."""
+        return iter(self.plans)
+
+
+def recorded(rng: random.Random) -> tuple[SessionPlan, ...]:
+    """Sessions of three rounds, several at a time. No two rounds begin within a heartbeat, nor
+    are two lengths equal: decisions that hang on a tie would tell of the network alone."""
+    plans = []
+    for number in range(18):
+        first_s = 1.3 * number
+        rounds = [
+            RoundPlan(
+                0.0,
+                rng.randrange(40, 1500),
+                rng.randrange(4, 40),
+                earliest_s=first_s + index * 7.15,
+            )
+            for index in range(3)
+        ]
+        plans.append(SessionPlan(f"s{number}", first_s, tuple(rounds)))
+    return tuple(plans)
+
+
+@scenario(cases=("simulator-and-live-differ",), needs={Ability.EXACT})
+async def the_simulator_decides_as_the_services_do(scene: Scene) -> None:
+    """One recorded trace through both: the same list of decisions."""
+    shape, client = scene.shape, scene.client()
+    worker = WorkerSpec(COST, shape.kv_tokens)
+    slo = ModelSlo(0.25, 0.02)
+    plans = recorded(scene.rng)
+    for policy in ("ampd-paper", "always-remote"):
+        report = simulate(
+            SimSettings(
+                (worker,) * shape.prefill,
+                (worker,) * shape.decode,
+                PolicySpec(policy),
+                kv_block_tokens=BLOCK,
+                max_step_tokens=MAX_STEP_TOKENS,
+                decision_log=True,
+            ),
+            Recorded("recorded", slo, plans),
+            rate=1.0,
+            horizon_s=60.0,
+        )
+        simulated = {
+            (d.session_id, d.round_index): (d.home, d.ordered, d.reason, d.predicted_ttft_s)
+            for d in report.decisions
+        }
+        await client.set_policy(policy)
+        await asyncio.sleep(1.0)
+        live = await _live(scene, plans, slo)
+        assert {key: decided[:3] for key, decided in live.items()} == {
+            key: decided[:3] for key, decided in simulated.items()
+        }
+        for key, (*_, predicted_ttft_s) in live.items():
+            assert predicted_ttft_s == pytest.approx(simulated[key][3], rel=0.1, abs=0.01)
+        # It was worth comparing: both kinds of execution, every worker.
+        assert {decided[0] for decided in live.values()} == set(shape.names(Role.DECODE))
+        ordered = {decided[1] for decided in live.values()}
+        assert ordered >= set(shape.names(Role.PREFILL))
+        assert policy == "always-remote" or ordered & set(shape.names(Role.DECODE))
+
+
+Decided = tuple[str, str, str, float]
+"""Home, where the prefill was sent, why, and the predicted TTFT (s)."""
+
+
+async def _live(
+    scene: Scene, plans: tuple[SessionPlan, ...], slo: ModelSlo
+) -> dict[tuple[str, int], Decided]:
+    """What the services decided, by session and round."""
+    begin_s = scene.now_s() + 0.1
+    decided: dict[tuple[str, int], Decided] = {}
+
+    async def agent(plan: SessionPlan) -> None:
+        await asyncio.sleep(begin_s + plan.arrival_s - scene.now_s())
+        dialogue = await scene.open(slo=_slo(slo.ttft_s, slo.itl_s))
+        for index, round_ in enumerate(plan.rounds):
+            await asyncio.sleep(begin_s + round_.earliest_s - scene.now_s())
+            ask = dialogue.ask(round_.increment_tokens, round_.output_tokens)
+            dialogue.accept(ask, await scene.client().start(ask).end())
+            (record,) = [
+                r
+                for r in await scene.client().explain(dialogue.session_id)
+                if r.round_index == index
+            ]
+            decision = record.decision
+            decided[plan.session_id, index] = (
+                record.decode_worker,
+                decision.prefill_worker or record.decode_worker,
+                RouteReason.Name(decision.reason).removeprefix("ROUTE_REASON_").lower(),
+                decision.predicted_ttft.ToTimedelta().total_seconds(),
+            )
+        await dialogue.close()
+
+    await asyncio.gather(*(agent(plan) for plan in plans))
+    return decided

@@ -1,10 +1,7 @@
-"""Every case of lifecycle.yaml is a scenario here, or says what it still waits for."""
+"""Every case of lifecycle.yaml is a scenario here, or a check of both engines."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,31 +10,11 @@ import yaml
 from bodies import SCENARIOS
 from engine_contract import CHECKS
 
-from ampd.core.policies import POLICIES
-
 CASES: Final = {
     case["id"]: case
     for case in yaml.safe_load(Path(__file__).with_name("lifecycle.yaml").read_text())
 }
 VLLM_TESTS: Final = (Path(__file__).parents[1] / "e2e", Path(__file__).parents[1] / "engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A case about a part that is not built yet."""
-
-    for_what: str
-    is_missing: Callable[[], bool]
-
-
-WAITING: Final = {
-    "simulator-and-live-differ": Waiting(
-        "the simulator", lambda: importlib.util.find_spec("ampd.sim") is None
-    ),
-    "shared-prefix-tier-counted-wrong": Waiting(
-        "the threshold policy", lambda: "threshold" not in POLICIES
-    ),
-}
 
 
 AT_ANOTHER_LEVEL: Final = {
@@ -49,10 +26,6 @@ AT_ANOTHER_LEVEL: Final = {
 
 @pytest.mark.parametrize("case_id", CASES)
 def test_every_case_has_a_scenario(case_id: str) -> None:
-    waiting = WAITING.get(case_id)
-    if waiting is not None:
-        assert waiting.is_missing(), f"{waiting.for_what} is there: {case_id} has to be a scenario"
-        return
     covered = {case for scenario in SCENARIOS.values() for case in scenario.cases}
     if case_id in AT_ANOTHER_LEVEL:
         assert AT_ANOTHER_LEVEL[case_id] in {check.__name__ for check in CHECKS}
