@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import astuple, dataclass, field
-from math import isfinite
+from math import inf, isfinite, sqrt
 from typing import Final
 
 Hinges = tuple[tuple[float, float], ...]
@@ -128,11 +128,41 @@ class CostModel:
         The exact inverse of `t_mixed`: the result fits and one token more does not, up to
         `most_tokens`.
         """
-        return bisect_right(
-            range(1, most_tokens + 1),
-            limit_s,
-            key=lambda chunk: self.t_mixed(chunk, chunk_history_tokens, batch, context_tokens),
-        )
+
+        def step_s(chunk: int) -> float:
+            return self.t_mixed(chunk, chunk_history_tokens, batch, context_tokens)
+
+        # Solved for the chunk, which rounding may miss by one; then by bisection.
+        guess = self._mixed_chunk(limit_s - step_s(0), chunk_history_tokens)
+        if guess >= most_tokens:
+            if step_s(most_tokens) <= limit_s:
+                return most_tokens
+        elif guess >= 1:
+            chunk = int(guess)
+            if step_s(chunk) <= limit_s < step_s(chunk + 1):
+                return chunk
+        return bisect_right(range(1, most_tokens + 1), limit_s, key=step_s)
+
+    def _mixed_chunk(self, spare_s: float, history_tokens: int) -> float:
+        """The chunk that takes `spare_s` more than none does: the root of a quadratic on the
+        segment of the chain of lines where it lies."""
+        c = self.mixed
+        pair_s = c.attention_pair_s
+        slope, start = c.token_s, 0.0
+        for at, change in c.hinges:
+            there_s = slope * (at - start) + pair_s * (
+                at * (history_tokens + at / 2) - start * (history_tokens + start / 2)
+            )
+            if there_s >= spare_s:
+                break
+            spare_s -= there_s
+            start = at
+            slope += change
+        linear = slope + pair_s * (history_tokens + start)
+        root = linear * linear + 2 * pair_s * spare_s
+        if root <= 0 or spare_s < 0:
+            return inf if spare_s >= 0 else 0.0
+        return start + 2 * spare_s / (linear + sqrt(root))
 
     def t_kv(self, tokens: int) -> float:
         """Seconds to move the KV of that many tokens between two workers."""

@@ -51,12 +51,11 @@ class RecentPlacements:
         by_worker: dict[str, list[Placement]] = {}
         for placement in self._placements:
             by_worker.setdefault(placement.worker_id, []).append(placement)
-        return tuple(
-            _with_placements(view, by_worker[view.info.worker_id], now_s)
-            if view.info.worker_id in by_worker
-            else view
-            for view in views
-        )
+        shown = []
+        for view in views:
+            placements = by_worker.get(view.info.worker_id)
+            shown.append(_with_placements(view, placements, now_s) if placements else view)
+        return tuple(shown)
 
 
 def _with_placements(view: WorkerView, placements: Sequence[Placement], now_s: float) -> WorkerView:

@@ -183,9 +183,13 @@ def _remotes(
         else:
             cached = task.cached_tokens.get(info.worker_id, 0)
             # The read overlaps the computation of what is queued before.
-            read_s = max(0.0, cost.t_kv(max(0, history - cached)) - queue_s)
+            read_s = cost.t_kv(history - cached) - queue_s if history > cached else 0.0
+            if read_s < 0:
+                read_s = 0.0
             total_s = compute_s + read_s + return_s + queue_s
-            statistic_s = max(load.ttft_window_s, total_s)
+            statistic_s = load.ttft_window_s
+            if statistic_s < total_s:
+                statistic_s = total_s
         remotes.append((total_s, info.worker_id, queue_s, read_s, compute_s, return_s, statistic_s))
     return remotes
 

@@ -59,8 +59,10 @@ class MeanWindow:
         """Mean seconds over the window and over the ages of what is still open; 0 when there
         is neither. Pass no ages for the paper's literal window."""
         self._drop_old(now_s)
-        total_s = sum(part.total_s for part in self._slices)
-        count = sum(part.count for part in self._slices)
+        total_s, count = 0.0, 0
+        for part in self._slices:
+            total_s += part.total_s
+            count += part.count
         mean_s = total_s / count if count else 0.0
         for age_s in open_ages_s:
             if age_s > mean_s:

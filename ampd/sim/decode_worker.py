@@ -30,7 +30,7 @@ from ampd.core.local_prefill import (
     chunk_tokens,
 )
 from ampd.core.model import PolicySpec, Slo, WorkerInfo, WorkerLoad
-from ampd.core.policies import is_literal, number
+from ampd.core.policies import ALWAYS_REMOTE, is_literal, number
 from ampd.core.window import MeanWindow
 from ampd.sim.kernel import Kernel
 from ampd.sim.links import LinkEnd
@@ -92,6 +92,7 @@ class SimDecodeWorker(PublishedLoad):
         self._counts_open = not is_literal(policy)
         self._itl = MeanWindow(number(policy, "window_s"))
         self._calibration = 1.0
+        self._calibrates = policy.name != ALWAYS_REMOTE
         self._waiting: deque[SimRound] = deque()
         self._lease_poke_s = 0.0
         self._poking = False
@@ -230,6 +231,7 @@ class SimDecodeWorker(PublishedLoad):
             self.publish(now_s)
         round_.predicted_s = self._cost.t_pre(round_.keep_tokens, round_.plan.increment_tokens)
         round_.done_tokens = 0
+        self._calibrates = True  # under always-remote, only once it is needed
         self._locals_s += round_.predicted_s
         self._locals.append(round_)
         self._wake(now_s)
@@ -328,9 +330,10 @@ class SimDecodeWorker(PublishedLoad):
         batch = len(self._streams)
         if batch:
             self._emitted(now_s, 1, seconds, batch)
-        self._calibration = calibrate(
-            self._calibration, self._cost.t_mixed(*self._step_shape), seconds
-        )
+        if self._calibrates:
+            self._calibration = calibrate(
+                self._calibration, self._cost.t_mixed(*self._step_shape), seconds
+            )
         entrants, self._step_entrants = self._step_entrants, []
         if self._step_chunk:
             head = self._locals[0]
@@ -410,7 +413,9 @@ class SimDecodeWorker(PublishedLoad):
         seconds, batch = to_s - self._since_s, len(self._streams)
         mean_s = seconds / steps
         self.busy_s += self._totals.counted_s(self._since_s, to_s)
-        predicted_s = self._cost.t_mixed(0, 0, batch, self._context_tokens)
+        predicted_s = 0.0
+        if self._calibrates:
+            predicted_s = self._cost.t_mixed(0, 0, batch, self._context_tokens)
         if predicted_s > 0:
             # `calibrate` so many times: the distance to its limit shrinks by a factor each.
             once = calibrate(self._calibration, predicted_s, mean_s)
