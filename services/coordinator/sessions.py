@@ -65,6 +65,7 @@ class Sessions:
 
     async def get(self, tenant: str, session_id: str) -> SessionRecord:
         """SESSION_NOT_FOUND for an unknown, closed or foreign one."""
+        await self._state.written(session_id)
         record = await self._store.get_session(session_id)
         await self._state.require_complete(record)
         return await self._own(record, tenant, session_id)

@@ -146,6 +146,14 @@ class SharedState:
         started_unix_s = self._wall_clock() - store_age_s
         return record is None or record.created_unix_s < started_unix_s + CLOCK_SKEW_S
 
+    async def written(self, session_id: str) -> None:
+        """Returns when the store has all that has ended here of the session while it was down;
+        STORE_UNAVAILABLE when it takes none of it."""
+        if session_id in self._pending:
+            await self._flush()
+            if session_id in self._pending:
+                raise _incomplete()
+
     async def require_complete(self, record: SessionRecord | None) -> None:
         """STORE_UNAVAILABLE while a store that has restarted may lack what it knew before."""
         await self._store.ping()
@@ -482,6 +490,6 @@ class SharedState:
 def _incomplete() -> AmpdError:
     return AmpdError(
         ErrorReason.STORE_UNAVAILABLE,
-        "the shared store has restarted and may not have got back what it lacks",
+        "the shared store was down and may not have got back what it lacks",
         retry_after_s=RECOVERY_S,
     )

@@ -17,6 +17,7 @@ from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import SessionState
 from ampd.core.model import Binding, TokensOut
 from ampd.wire.replay import RoundPlaced
+from services.coordinator import shared_state
 from services.coordinator.coordinator import Coordinator, RoundStreamEvent
 from services.decode import reconciling
 from services.decode.reconciling import Reconciler
@@ -210,6 +211,25 @@ async def test_rounds_end_during_an_outage_and_are_written_back() -> None:
             cluster.coordinators[0], request(session_id, request_id="r", max_tokens=30)
         )
         assert again.finished == Outcome(events).finished
+
+
+async def test_a_session_is_told_as_its_rounds_have_ended_after_an_outage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_state, "FLUSH_EVERY_S", 60.0)
+    async with in_process("d0", coordinators=0) as cluster, asyncio.timeout(20):
+        store = await outage_cluster(cluster)
+        session_id = await cluster.new_session()
+        await run(cluster.coordinators[0], request(session_id))
+        store.down = True
+        await run(cluster.coordinators[0], request(session_id))
+        sessions = cluster.sessions()
+        sessions._state = cluster.coordinators[0]._state
+        with pytest.raises(AmpdError) as error:
+            await sessions.get("t", session_id)
+        assert error.value.reason is ErrorReason.STORE_UNAVAILABLE
+        store.down = False
+        assert (await sessions.get("t", session_id)).history_tokens == 48
 
 
 async def test_nothing_is_bound_and_nothing_hangs_during_an_outage() -> None:
