@@ -38,7 +38,7 @@ from services.decode import main as decode_main
 from services.prefill import main as prefill_main
 
 ABILITIES: Final = frozenset({Ability.BREAK_KV, Ability.REFUSE, Ability.BOOKS})
-READY_WITHIN_S: Final = 10.0
+READY_WITHIN_S: Final = 30.0
 ENDS_WITHIN_S: Final = 20.0
 POLL_S: Final = 0.02
 
@@ -199,7 +199,8 @@ class OverGrpc:
         if not life.alive or life.task is None:
             return
         life.parts["store"].is_cut = True
-        await life.parts["server"].grpc.stop(None)
+        if "server" in life.parts:  # else it died before it served
+            await life.parts["server"].grpc.stop(None)
         life.task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await life.task
