@@ -6,12 +6,13 @@ them first publishes the state as it was at the last heartbeat that has passed b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import floor
 
 from ampd.core.model import WorkerInfo, WorkerLoad, WorkerView
 
 
-class PublishedLoad:
+class PublishedLoad(ABC):
     """A worker's last published load; a subclass knows its load at an instant."""
 
     def __init__(self, info: WorkerInfo, *, heartbeat_s: float, phase_s: float) -> None:
@@ -22,9 +23,9 @@ class PublishedLoad:
         self._published = WorkerLoad()
         self.next_heartbeat_s = phase_s
 
+    @abstractmethod
     def load(self, at_s: float) -> WorkerLoad:
         """The load at an instant since the last change."""
-        raise NotImplementedError
 
     def publish(self, now_s: float) -> None:
         """Call before any change once `next_heartbeat_s` has come."""

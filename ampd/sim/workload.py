@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -77,7 +78,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(ABC):
     """Sessions by name; `sessions` draws them."""
 
     name: str
@@ -87,9 +88,10 @@ class Workload:
     """Whether it starts in the middle of its sessions' lives: what is counted is then rounds
     of an interval, not whole sessions that arrived in it."""
 
+    @abstractmethod
     def sessions(self, *, rate: float, horizon_s: float, seed: int) -> Iterator[SessionPlan]:
-        """Those that arrive before `horizon_s`, `rate` a second, in the order of arrival."""
-        raise NotImplementedError
+        """First those that are alive at the start, then those that arrive before `horizon_s`,
+        `rate` a second, in the order of arrival. INVALID_FIELD for a rate of 0, but of a trace."""
 
 
 @dataclass(frozen=True, slots=True)
