@@ -480,12 +480,13 @@ class Coordinator:
 
     async def _bind(self, round_: Round, home: Candidate) -> None:
         """The home has accepted: write the binding, unless another writer was faster. A store
-        that is down gets it with the settled round."""
+        that is down gets the first one with the settled round."""
         bound = lifecycle.bind(round_.session, binding_of(home.view.info))
         try:
             await self._state.swap(round_, bound, round_.session.version)
         except AmpdError as error:
-            if error.reason is not ErrorReason.STORE_UNAVAILABLE:
+            if error.reason is not ErrorReason.STORE_UNAVAILABLE or round_.session.home is not None:
+                # Its old home may live: others would go on there, as far as they know.
                 raise
             self._state.detach(round_, bound)
 
