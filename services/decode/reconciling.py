@@ -20,9 +20,10 @@ from services.decode.round import ResidentSession
 
 log = structlog.get_logger(__name__)
 
-EVERY_S: Final = 5.0
+EVERY_S: Final = 2.0
 MAX_SESSIONS_A_PASS: Final = 256
-"""Sessions looked at in one pass, in turn; doubtful ones all."""
+"""Sessions looked at in one pass, in turn, and as many whose last round is not confirmed;
+doubtful ones all."""
 SETTLING_S: Final = 1.0
 """A session used so recently may be about to be written by its coordinator, which knows more
 of a round than its home: the answer to a repeated request."""
@@ -60,8 +61,10 @@ class Reconciler:
         turn = sessions[self._next : self._next + MAX_SESSIONS_A_PASS]
         self._next += MAX_SESSIONS_A_PASS
         doubtful = [session for session in sessions if self._home.is_doubtful(session)]
+        unconfirmed = [session for session in sessions if self._home.is_unconfirmed(session)]
+        due = (*doubtful, *unconfirmed[:MAX_SESSIONS_A_PASS], *turn)
         try:
-            for session in {id(s): s for s in (*doubtful, *turn)}.values():
+            for session in {id(s): s for s in due}.values():
                 try:
                     await self._reconcile(session)
                 except AmpdError as error:
