@@ -75,9 +75,7 @@ class LoopbackNetwork:
     ) -> None:
         """Start a worker, in place of any earlier life on that address."""
         self.lose(address)
-        self._workers[address] = LoopbackWorker(
-            incarnation, prefill, decode, mover, worker, tools
-        )
+        self._workers[address] = LoopbackWorker(incarnation, prefill, decode, mover, worker, tools)
 
     def lose(self, address: str) -> None:
         """The worker dies: calls in flight fail, later ones find nobody. Idempotent."""

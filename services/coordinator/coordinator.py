@@ -383,7 +383,8 @@ class Coordinator:
         """The round at one home: route, order, bind, stream."""
         if round_.detached and home.bind is not None:
             raise AmpdError(
-                ErrorReason.STORE_UNAVAILABLE, "the shared store is down: nothing can be bound"
+                ErrorReason.STORE_UNAVAILABLE,
+                "the shared store is down or has just restarted: nothing can be bound",
             )
         order = await self._order(round_, home)
         accepted = False

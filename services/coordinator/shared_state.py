@@ -37,8 +37,8 @@ RECENT_S: Final = 5.0
 MAX_RECENT_WRITES: Final = 8192
 CLOCK_SKEW_S: Final = 1.0
 """Between the wall clocks of coordinators, and what a store's age is rounded by."""
-RECOVERY_S: Final = 2.0
-"""What homes take to publish what a store has lost, once they know it."""
+RECOVERY_S: Final = 3.0
+"""What homes take to notice that a store has restarted, and to publish what it has lost."""
 WRITE_ATTEMPTS: Final = 2
 WRITE_RETRY_S: Final = 0.1
 """The end of a round is tried again once before it waits for the store: a single operation that
@@ -141,7 +141,7 @@ class SharedState:
         """Whether the store lives so shortly that homes may have yet to publish what an earlier
         life of it knew of the session. One that was created since then is as it is."""
         store_age_s = self._clock() - self._store_started_s
-        if store_age_s >= self._lease_s + RECOVERY_S:
+        if store_age_s >= RECOVERY_S:
             return False
         started_unix_s = self._wall_clock() - store_age_s
         return record is None or record.created_unix_s < started_unix_s + CLOCK_SKEW_S
@@ -181,7 +181,7 @@ class SharedState:
     def is_recovering(self) -> bool:
         """Whether the store was down a moment ago: leases may have run out meanwhile, and who
         lives is not known until everybody has had the time to register again."""
-        return self._clock() - self._recovered_s < self._lease_s + RECOVERY_S
+        return self._clock() - self._recovered_s < max(self._lease_s, RECOVERY_S)
 
     @property
     def pending_writes(self) -> int:

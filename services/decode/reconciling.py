@@ -83,7 +83,10 @@ class Reconciler:
         stored = await self._store.get_session(copy.session_id)
         if self._copy(session) != copy:
             return  # a round has begun, or the session has gone, meanwhile
-        match fate(stored, copy):
+        decided = fate(stored, copy)
+        if decided is Fate.WAIT and stored is not None and await self._is_void(stored):
+            decided = Fate.PUBLISH
+        match decided:
             case Fate.KEEP:
                 self._home.confirm(session, copy.rounds)
             case Fate.WAIT:
@@ -93,6 +96,15 @@ class Reconciler:
                 self._home.forget(session)
             case Fate.PUBLISH:
                 await self._publish(session, copy, stored)
+
+    async def _is_void(self, stored: SessionRecord) -> bool:
+        """Whether nobody carries out the round that the store marks as running."""
+        running = stored.running
+        return running is not None and not any(
+            (view.info.worker_id, view.info.incarnation)
+            == (running.coordinator_id, running.coordinator_incarnation)
+            for view in await self._store.list_workers()
+        )
 
     async def _publish(
         self, session: ResidentSession, copy: ResidentCopy, stored: SessionRecord | None
