@@ -316,7 +316,8 @@ class StateStore(Protocol):
 
     @property
     def age_s(self) -> float:
-        """For how long that life had lasted then, in seconds; infinite before the first."""
+        """For how long that life had lasted then, in seconds; infinite before the first, and for
+        the one in which the store's data began: it has lost nothing."""
         ...
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:

@@ -125,6 +125,7 @@ class RedisStateStore:
         self._worker = f"{prefix}:worker:"
         self._workers = f"{prefix}:workers"
         self._policy = f"{prefix}:policy"
+        self._born = f"{prefix}:born"
         self._session = f"{prefix}:session:"
         self._tokens = f"{prefix}:tokens:"
         self._rounds = f"{prefix}:rounds:"
@@ -146,7 +147,7 @@ class RedisStateStore:
         accepted, policy, life = await self._run(
             "heartbeat",
             scripts.HEARTBEAT,
-            (self._worker + info.worker_id, self._workers, self._policy),
+            (self._worker + info.worker_id, self._workers, self._policy, self._born),
             info.worker_id,
             _incarnation(info.incarnation),
             encode(info),
@@ -165,7 +166,7 @@ class RedisStateStore:
 
     @property
     def age_s(self) -> float:
-        """The server's uptime then, in whole seconds."""
+        """The server's uptime then, in whole seconds; infinite while it has never restarted."""
         return self._age_s
 
     async def deregister(self, worker_id: str, incarnation: int) -> None:
@@ -197,6 +198,7 @@ class RedisStateStore:
                 self._workers,
                 self._policy,
                 _pair(self._replay, session_id, request_id),
+                self._born,
             ),
             self._worker,
         )
@@ -341,11 +343,12 @@ class RedisStateStore:
 
     async def ping(self) -> None:
         """Returns when the server answers, whose `life` is known then. STORE_UNAVAILABLE."""
-        self._met(await self._run("ping", scripts.LIFE, ()))
+        self._met(await self._run("ping", scripts.LIFE, (self._born,)))
 
     def _met(self, life: list[bytes]) -> None:
-        run_id, uptime_s = life
-        self._life, self._age_s = run_id.decode(), float(uptime_s)
+        run_id, uptime_s, born = life
+        self._life = run_id.decode()
+        self._age_s = math.inf if born == run_id else float(uptime_s)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""

@@ -42,10 +42,12 @@ end
 """
 
 _LIFE: Final = """
--- Which life of the server answers, and for how long it has lived (s).
-local function life()
+-- Which life of the server answers, for how long it has lived (s), and in which one its data
+-- began.
+local function life(born)
   local info = redis.call('INFO', 'server')
-  return {string.match(info, 'run_id:(%w+)'), string.match(info, 'uptime_in_seconds:(%d+)')}
+  local id = string.match(info, 'run_id:(%w+)')
+  return {id, string.match(info, 'uptime_in_seconds:(%d+)'), redis.call('GET', born) or id}
 end
 """
 
@@ -69,13 +71,13 @@ LOAD_ROUND: Final = Script(
     _LIFE
     + _LIVE_WORKERS
     + """
--- KEYS: session, worker index, policy, replay. ARGV: worker key prefix.
+-- KEYS: session, worker index, policy, replay, born. ARGV: worker key prefix.
 return {
   redis.call('HGET', KEYS[1], 'record'),
   redis.call('HGET', KEYS[3], 'spec'),
   redis.call('GET', KEYS[4]),
   live_workers(KEYS[2], ARGV[1]),
-  life(),
+  life(KEYS[5]),
 }
 """
 )
@@ -83,24 +85,27 @@ return {
 HEARTBEAT: Final = Script(
     _LIFE
     + """
--- KEYS: worker, worker index, policy. ARGV: worker_id, incarnation, info, load, lease_ms.
+-- KEYS: worker, worker index, policy, born. ARGV: worker_id, incarnation, info, load, lease_ms.
 -- Incarnations are padded to equal length: they compare as strings, beyond a double's 53 bits.
 local held = redis.call('HGET', KEYS[1], 'incarnation')
 if held and held > ARGV[2] then
-  return {0, false, life()}
+  return {0, false, life(KEYS[4])}
 end
 redis.call('HSET', KEYS[1],
   'incarnation', ARGV[2], 'info', ARGV[3], 'load', ARGV[4], 'lease_ms', ARGV[5])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('SADD', KEYS[2], ARGV[1])
-return {1, redis.call('HGET', KEYS[3], 'spec'), life()}
+local now = life(KEYS[4])
+redis.call('SET', KEYS[4], now[1], 'NX')
+return {1, redis.call('HGET', KEYS[3], 'spec'), now}
 """
 )
 
 LIFE: Final = Script(
     _LIFE
     + """
-return life()
+-- KEYS: born.
+return life(KEYS[1])
 """
 )
 

@@ -129,8 +129,10 @@ class SharedState:
             log.warning("store_restarted", written_again=len(again))
             for write in again:
                 self._write_later(replace(write, since_s=now_s))
+            # One that came back empty takes itself for a new one.
+            self._store_started_s = now_s
         self._life, self._heard_s = life, self._clock()
-        self._store_started_s = self._heard_s - self._store.age_s
+        self._store_started_s = max(self._store_started_s, self._heard_s - self._store.age_s)
 
     def noted(self, record: SessionRecord, request_id: str) -> None:
         """A session was created or closed: a store that forgets it is told again."""

@@ -331,7 +331,7 @@ async def ttls_s(raw: Redis, prefix: str) -> dict[str, float]:
     return {key.decode().removeprefix(prefix + ":"): await raw.pttl(key) / 1000 for key in keys}
 
 
-async def test_every_key_but_the_policy_and_the_worker_index_expires(
+async def test_every_key_of_sessions_and_workers_expires(
     valkey_url: str, raw: Redis, prefix: str
 ) -> None:
     store = RedisStateStore(valkey_url, prefix=prefix, idle_ttl_s=5000.0)
@@ -347,6 +347,7 @@ async def test_every_key_but_the_policy_and_the_worker_index_expires(
             "worker:decode-0": 30.0,
             "workers": -0.001,
             "policy": -0.001,
+            "born": -0.001,
             "session:s-1": 5000.0,
             "tokens:s-1": 5000.0,
             "sessions:acme": 5000.0,

@@ -146,7 +146,8 @@ class SimStoreClient:
                 return  # silence: the client's patience ends it
             result, error = _now(getattr(server.state, name), args, kwargs)
             life = f"life {server.lives}"
-            age_s = float(int(server._clock() - server.started_s))
+            first = server.lives == 1
+            age_s = float("inf") if first else float(int(server._clock() - server.started_s))
             if error is None:
                 server.on_write(name, args, result)
             if not unanswered:
