@@ -358,6 +358,7 @@ class Coordinator:
         refused = round_.homes.popleft()
         if error.reason in _LOST_HOME and len(round_.lost) < MAX_LOST_HOMES:
             round_.lost.add(refused.binding)
+            self._placer.lose(refused.binding)
             if refused.bind is None or accepted:
                 # It was the session's home: look for a new one among those that live now.
                 round_.decode = await self._state.decode_workers(round_.decode)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import Final
 
 from ampd.core import binding
 from ampd.core.lifecycle import RunningRound, SessionRecord
@@ -24,6 +25,12 @@ from ampd.core.routing import RouteTask, route
 from ampd.ports import Clock
 from services.coordinator.round import Candidate, Round, binding_of
 
+SEEN_S: Final = 30.0
+"""How long a home that has fallen silent is asked before its sessions go elsewhere, and how long
+one that could not be reached is not asked again."""
+MAX_SEEN_HOMES: Final = 1024
+"""Homes remembered before old ones are forgotten."""
+
 
 class Placer:
     """Binds and routes by the core's rules; remembers what it has placed."""
@@ -35,6 +42,8 @@ class Placer:
         self._tie_seed = tie_seed
         self._max_prefill_attempts = max_prefill_attempts
         self._recent = RecentPlacements()
+        self._seen: dict[Binding, tuple[WorkerView, float]] = {}
+        self._lost: dict[Binding, float] = {}
 
     def homes(
         self,
@@ -49,11 +58,16 @@ class Placer:
         comes again at the end, to wait there. `lost`: homes that cannot be reached, whatever the
         shared store says. Raises NO_DECODE_WORKER, KV_TOO_SMALL.
         """
+        now_s = self._clock()
+        self._remember(decode, now_s)
         decode = [view for view in decode if binding_of(view.info) not in lost]
         for view in decode:
             if session.home == binding_of(view.info) and not view.load.draining:
                 return deque([Candidate(view, None)])
-        now_s = self._clock()
+        if session.home is not None and session.home not in lost:
+            silent = self._silent(session.home, decode, now_s)
+            if silent is not None:
+                return deque([Candidate(silent, None)])
         decisions = binding.bind(
             self._recent.shown_in(decode, now_s),
             prompt_tokens=running.keep_history_tokens + running.increment_tokens,
@@ -66,6 +80,30 @@ class Placer:
         homes = deque(Candidate(by_id[d.worker_id], d, waits=False) for d in decisions)
         homes.append(Candidate(by_id[best.worker_id], best))
         return homes
+
+    def lose(self, home: Binding) -> None:
+        """That home could not be reached."""
+        self._lost[home] = self._clock()
+
+    def _remember(self, decode: Sequence[WorkerView], now_s: float) -> None:
+        for view in decode:
+            self._seen[binding_of(view.info)] = (view, now_s)
+        if len(self._seen) > MAX_SEEN_HOMES or len(self._lost) > MAX_SEEN_HOMES:
+            self._seen = {k: v for k, v in self._seen.items() if now_s - v[1] < SEEN_S}
+            self._lost = {k: s for k, s in self._lost.items() if now_s - s < SEEN_S}
+
+    def _silent(
+        self, home: Binding, decode: Sequence[WorkerView], now_s: float
+    ) -> WorkerView | None:
+        """A session's home that the store has not heard of for a lease, as it was last seen: it
+        may be cut off from the store alone, and knows best how far its sessions are."""
+        view, seen_s = self._seen.get(home, (None, 0.0))
+        if view is None or now_s - seen_s > SEEN_S or view.load.draining:
+            return None
+        if now_s - self._lost.get(home, float("-inf")) < SEEN_S:
+            return None
+        replaced = any(other.info.worker_id == home.worker_id for other in decode)
+        return None if replaced else view
 
     def route(self, round_: Round, home: WorkerView, *, rebuilt: bool) -> RouteDecision:
         """Where to prefill. `rebuilt`: the session is new to its home, no history KV is there."""

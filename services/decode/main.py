@@ -150,6 +150,7 @@ async def serve(settings: DecodeSettings, local_tools: EntryPointTools, shutdown
                 await server.drain()
                 await emptying.run()
                 await until_idle(lambda: tools.running > 0)
+                tasks.closing = True
 
 
 async def _sweep(home: Home) -> None:

@@ -30,7 +30,7 @@ from services.decode.settings import HomeLimits
 
 log = structlog.get_logger(__name__)
 
-WITHDRAW_ATTEMPTS: Final = 4
+WITHDRAW_ATTEMPTS: Final = 30
 WITHDRAW_RETRY_S: Final = 0.5
 """A call that was lost is no dead worker: what a void task took is free in seconds all the same."""
 
@@ -75,6 +75,8 @@ class PrefillTasks:
         self._limits = limits
         self._chores = chores
         self._offered: dict[str, OfferedTask] = {}
+        self.closing = False
+        """Set before the process ends: it does not wait for workers that cannot be told."""
 
     async def prefill(
         self, order: RoundOrder, prompt: Tokens, history: KvHandle | None
@@ -179,7 +181,8 @@ class PrefillTasks:
                 # A worker that cannot be told is dead, or drops the task when its claim is gone
                 # and its result when the lease on it ends.
                 log.info("withdraw_failed", task=task_id, reason=error.reason)
-                if error.reason is ErrorReason.STALE_INCARNATION or attempt == WITHDRAW_ATTEMPTS:
+                over = error.reason is ErrorReason.STALE_INCARNATION or self.closing
+                if over or attempt == WITHDRAW_ATTEMPTS:
                     return
             await asyncio.sleep(WITHDRAW_RETRY_S)
 

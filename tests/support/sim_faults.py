@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -54,6 +55,10 @@ class Profile:
     shape: SimShape = SimShape()
 
 
+CATCH_UP_S: Final = 4.0
+"""What a store that was down takes to know again what has ended."""
+
+
 class Nemesis:
     """Does the damage, and undoes it in the end."""
 
@@ -61,6 +66,8 @@ class Nemesis:
         self._cluster = cluster
         self._rng = random.Random(f"nemesis {seed}")
         self._profile = profile
+        self._troubles = 0
+        self._trouble_start_s = self._trouble_end_s = self._last_death_s = float("-inf")
         self._actions: dict[str, Callable[[], Awaitable[None]]] = {
             "kill_decode": lambda: self._kill(Role.DECODE),
             "kill_prefill": lambda: self._kill(Role.PREFILL),
@@ -115,11 +122,38 @@ class Nemesis:
             if not life.alive:
                 cluster.start(life.name, life.role)
 
+    # --- what is promised ----------------------------------------------------------------------
+
+    @contextmanager
+    def _store_in_trouble(self) -> Iterator[None]:
+        """While the store lacks what has ended, only a round's home and its coordinator know it:
+        one of the two may die, not both (docs/reliability.md)."""
+        clock = self._cluster.loop.time
+        if self._troubles == 0 and clock() > self._trouble_end_s:
+            self._trouble_start_s = clock()
+        self._troubles += 1
+        try:
+            yield
+        finally:
+            self._troubles -= 1
+            self._trouble_end_s = clock() + CATCH_UP_S
+
+    def _may_die(self, role: Role) -> bool:
+        """Whether a process of that role may die now; it is taken to do so."""
+        if role is Role.PREFILL:
+            return True
+        now_s = self._cluster.loop.time()
+        trouble = self._troubles > 0 or now_s <= self._trouble_end_s
+        if trouble and self._last_death_s > self._trouble_start_s - CATCH_UP_S:
+            return False
+        self._last_death_s = now_s
+        return True
+
     # --- actions -------------------------------------------------------------------------------
 
     async def _kill(self, role: Role) -> None:
         living = self._cluster.alive(role)
-        if not living:
+        if not living or not self._may_die(role):
             return
         name = self._rng.choice(living).name
         self._cluster.kill(name, silent=self._rng.random() < 0.3)
@@ -134,7 +168,7 @@ class Nemesis:
 
     async def _terminate(self) -> None:
         life = self._any()
-        if life is not None:
+        if life is not None and self._may_die(life.role):
             await self._cluster.terminate(life.name)
             await self._restart(life.name, life.role)
 
@@ -172,11 +206,12 @@ class Nemesis:
         life = self._any(*Role)
         if life is not None:
             store, name = self._cluster.store, life.name
-            self._cluster.note("cut from the store", name)
-            store.cut_off.add(name)
-            await asyncio.sleep(self._rng.random() * CUT_WITHIN_S)
-            store.cut_off.discard(name)
-            self._cluster.note("back at the store", name)
+            with self._store_in_trouble():
+                self._cluster.note("cut from the store", name)
+                store.cut_off.add(name)
+                await asyncio.sleep(self._rng.random() * CUT_WITHIN_S)
+                store.cut_off.discard(name)
+                self._cluster.note("back at the store", name)
 
     async def _store_outage(self) -> None:
         await self._store_down(lose=False)
@@ -188,16 +223,19 @@ class Nemesis:
         store = self._cluster.store
         if not store.up:
             return
-        self._cluster.note("store down")
-        store.crash()
-        await asyncio.sleep(self._rng.random() ** 2 * OUTAGE_WITHIN_S)
-        if not store.up:
-            store.restart(lose=lose)
-            self._cluster.note("store up")
+        with self._store_in_trouble():
+            self._cluster.note("store down")
+            store.crash()
+            await asyncio.sleep(self._rng.random() ** 2 * OUTAGE_WITHIN_S)
+            if not store.up:
+                store.restart(lose=lose)
+                self._cluster.note("store up")
 
     async def _blackout(self) -> None:
         """Everything of one role at once."""
         role = self._rng.choice(list(Role))
+        if not self._may_die(role):
+            return
         for life in self._cluster.alive(role):
             self._cluster.kill(life.name)
         await asyncio.sleep(self._rng.random() * RESTART_WITHIN_S)
@@ -210,7 +248,7 @@ class Nemesis:
     async def _drain(self) -> None:
         """A worker is drained by an operator, ends by itself, and comes back."""
         life = self._any(Role.PREFILL, Role.DECODE)
-        if life is None or life.task is None:
+        if life is None or life.task is None or not self._may_die(life.role):
             return
         await self._admin("DrainWorker", admin_pb.DrainWorkerRequest(worker_id=life.name))
         await asyncio.wait([life.task], timeout=DRAIN_WITHIN_S)
