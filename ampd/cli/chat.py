@@ -115,6 +115,9 @@ class _Conversation:
                     case ToolReturned():
                         say(_returned(event))
         except AmpdError as error:
+            if not sys.stdin.isatty():
+                # A script's next lines build on this answer, and it reads the exit code.
+                raise
             # The history is what it was: the conversation can go on.
             say(f"error: {error.message}")
 

@@ -43,10 +43,25 @@ from ampd.cli.state import (
     sole_supervisor,
     write_state,
 )
+from ampd.core.policies import POLICIES
 from ampd.models import cache_dir
 
 _POLL_S: Final = 0.1
 _MIB: Final = 1 << 20
+
+
+def _known_policy(name: str) -> str:
+    """Refused before anything is started."""
+    if name not in POLICIES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(POLICIES)}.")
+    return name
+
+
+def _positive(seconds: float | None) -> float | None:
+    """No round meets an SLO of nothing."""
+    if seconds == 0:
+        raise typer.BadParameter("it must be greater than 0.")
+    return seconds
 
 
 def up(
@@ -57,12 +72,16 @@ def up(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     coordinators: Annotated[int, typer.Option(min=1, help="Coordinators.")] = 1,
-    policy: Annotated[str, typer.Option(help="Routing policy to start with.")] = "ampd-paper",
+    policy: Annotated[
+        str, typer.Option(callback=_known_policy, help="Routing policy to start with.")
+    ] = "ampd-paper",
     ttft_slo_s: Annotated[
-        float | None, typer.Option(min=0, help="TTFT SLO in seconds.", show_default=False)
+        float | None,
+        typer.Option(min=0, callback=_positive, help="TTFT SLO in seconds.", show_default=False),
     ] = None,
     itl_slo_s: Annotated[
-        float | None, typer.Option(min=0, help="ITL SLO in seconds.", show_default=False)
+        float | None,
+        typer.Option(min=0, callback=_positive, help="ITL SLO in seconds.", show_default=False),
     ] = None,
     kv_cache_mib: Annotated[
         int | None,

@@ -97,7 +97,8 @@ def policy_view(policy: Policy) -> View:
     return {
         "name": policy.name,
         "version": policy.version,
-        "settings": MessageToDict(policy.settings),
+        # A protobuf map has no order: the same policy is to read the same each time.
+        "settings": dict(sorted(MessageToDict(policy.settings).items())),
     }
 
 

@@ -103,9 +103,14 @@ def load(settings_class: type[S], argv: Sequence[str], *, program: str = "ampd")
     )
     own = parser.parse_args(list(argv))
     flags = _known(settings_class, flags_source())
+    try:
+        environment = EnvSettingsSource(settings_class)()
+    except SettingsError as error:
+        # It names the field; the cause is what its value lacks to be JSON.
+        _fail(program, [f"environment: {error}: {error.__cause__}"])
     sources: list[tuple[str, Mapping[str, Any]]] = [
         ("flag", flags),
-        ("environment", EnvSettingsSource(settings_class)()),
+        ("environment", environment),
     ]
     if own.config is not None:
         try:

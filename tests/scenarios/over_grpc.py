@@ -77,6 +77,10 @@ class _Store:
         """See the port."""
         return self._store.life
 
+    @property
+    def age_s(self) -> float:
+        return self._store.age_s
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
 
