@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sim_run import PROFILES
 
-SUITE_SEEDS = 12
+SUITE_SEEDS = 20
 """Of each profile in the suite; `make soak` runs hundreds."""
 
 
