@@ -28,6 +28,7 @@ from pydantic_settings import (
     EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from ampd.runtime.logging import LogLevel, LogStyle

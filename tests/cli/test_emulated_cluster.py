@@ -133,3 +133,29 @@ def test_what_cannot_be_emulated_is_refused_before_anything_starts(ampdctl: Ampd
         assert refused.returncode == 2
         assert "--profile" in refused.stderr
         assert "is up" not in refused.stderr
+
+
+def test_a_script_that_chats_ends_at_a_refused_round(
+    ampdctl: Ampdctl, cluster: dict[str, object]
+) -> None:
+    chat = ampdctl.run("chat", "--max-tokens", str(MAX_MODEL_TOKENS), stdin="one\ntwo\n")
+    assert chat.returncode == 2
+    assert chat.stderr.count("error: ") == 1
+    assert json.loads(ampdctl.ok("session", "list", "-o", "json")) == []
+
+
+def test_settings_of_the_policy_stand_in_order(
+    ampdctl: Ampdctl, cluster: dict[str, object]
+) -> None:
+    settings = list(json.loads(ampdctl.ok("policy", "get", "-o", "json"))["settings"])
+    assert settings == sorted(settings)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--policy", "nonesuch"), ("--ttft-slo-s", "0"), ("--itl-slo-s", "0")]
+)
+def test_what_up_cannot_start_with_is_usage(ampdctl: Ampdctl, flag: str, value: str) -> None:
+    up = ampdctl.run("up", "--engine", "emulated", flag, value)
+    assert up.returncode == 2
+    assert flag in up.stderr
+    assert "store is up" not in up.stderr

@@ -136,3 +136,12 @@ def test_other_variables_of_the_prefix_are_left_alone(monkeypatch: pytest.Monkey
     """Services of one host share an environment."""
     monkeypatch.setenv("AMPD_OF_ANOTHER_SERVICE", "1")
     assert load(Settings, []).name == "x"
+
+
+def test_a_variable_that_is_no_json_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AMPD_SERVER", "localhost")
+    said = refused(capsys)
+    assert said.startswith("ampd-x: environment: ")
+    assert '"server"' in said
