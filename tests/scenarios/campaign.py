@@ -40,6 +40,11 @@ class Campaign:
         """Returns when the scenario has gone well; raises what it failed with."""
         await self._ends[scenario.name]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every scenario has ended: the lanes only stop their clusters now."""
+        return all(end.done() for end in self._ends.values())
+
     async def lane(self, groups: list[list[Scenario]], start: Start) -> None:
         """Run groups of one shape each until none is left; lanes share the list."""
         while groups:
@@ -82,8 +87,9 @@ async def campaign(wanted: Sequence[Scenario], start: Start, lanes: int) -> Asyn
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(run.lane(groups, start)) for _ in range(lanes)]
         yield run
-        for task in running:
-            task.cancel()
+        if not run.is_over:
+            for task in running:
+                task.cancel()
 
 
 def _parts(group: list[Scenario], most: int) -> list[list[Scenario]]:

@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,8 +206,8 @@ class OverGrpc:
         if "server" in life.parts:  # else it died before it served
             await life.parts["server"].grpc.stop(None)
         life.task.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await life.task
+        # Not awaited itself: a cancellation of the caller would cancel it a second time.
+        await asyncio.wait([life.task])
 
     async def restart(self, name: str) -> None:
         """See the protocol."""
