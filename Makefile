@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test scenarios-grpc soak chaos bench-engine lint typecheck protos check clean
+.PHONY: help install demo test soak chaos bench-engine lint typecheck protos check clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,12 +22,7 @@ demo: install ## Run agents on a local cluster: MODEL=smollm2 (default), tiny or
 	@$(BIN)/ampdctl demo --engine $(ENGINE) $(if $(MODEL),--model $(MODEL))
 
 test: install ## Run the test suite, the real engine included
-	$(BIN)/pytest --ignore=tests/scenarios/test_over_grpc.py
-
-# Not in the suite: cutting off dozens of gRPC servers in one process crashes the interpreter in
-# some runs (segmentation fault in or below grpc.aio; the cause is not found yet).
-scenarios-grpc: install ## Run the scenarios over real gRPC servers in one process
-	$(BIN)/pytest tests/scenarios/test_over_grpc.py
+	$(BIN)/pytest
 
 soak: install ## Thousands of seeds of the simulated cluster: SEEDS=500 of each profile, from FIRST=1000
 	$(BIN)/pytest tests/sim -q --tb=short --soak-seeds $(SEEDS) --sim-first-seed $(FIRST)
