@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import astuple, dataclass, field
+from enum import StrEnum
 from math import inf, isfinite, sqrt
 from typing import Final
 
@@ -21,6 +22,18 @@ ascending; no slope is negative."""
 
 MAX_MIXED_CHUNK_TOKENS: Final = 1 << 20
 """What `mixed_chunk` answers where a chunk costs nothing at all."""
+
+
+class Link(StrEnum):
+    """What lies between two workers: the class of link that KV takes."""
+
+    SAME_HOST = "same_host"
+    CROSS_HOST = "cross_host"
+
+
+def link_between(host: str, other_host: str) -> Link:
+    """The link between workers on these hosts; a host without a name is none of the others."""
+    return Link.SAME_HOST if host and host == other_host else Link.CROSS_HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +66,11 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class MixedCost:
-    """base + token x chunk + sequence x batch + context_token x context
-    + attention_pair x chunk x (history + chunk/2) + hinges(chunk), in seconds."""
+    """base + token x tokens + sequence x batch + context_token x context
+    + attention_pair x chunk x (history + chunk/2) + hinges(tokens), in seconds.
+
+    `tokens` is the chunk; with `batch_counts` chunk + batch: all that goes through the linear
+    layers, where the step turns from reading weights to computing."""
 
     base_s: float = 0.0
     token_s: float = 0.0
@@ -62,9 +78,10 @@ class MixedCost:
     context_token_s: float = 0.0
     attention_pair_s: float = 0.0
     hinges: Hinges = ()
+    batch_counts: bool = False
 
     def __post_init__(self) -> None:
-        _check(astuple(self)[:-1], self.token_s, self.hinges)
+        _check(astuple(self)[:-2], self.token_s, self.hinges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,10 @@ class KvCost:
     def __post_init__(self) -> None:
         _check(astuple(self))
 
+    def scaled(self, factor: float) -> KvCost:
+        """Every time multiplied by `factor`."""
+        return KvCost(self.base_s * factor, self.token_s * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -86,6 +107,9 @@ class CostModel:
     decode: DecodeCost = field(default_factory=DecodeCost)
     mixed: MixedCost = field(default_factory=MixedCost)
     kv: KvCost = field(default_factory=KvCost)
+    """Between two hosts; and within one, where no other line is known."""
+    kv_same_host: KvCost | None = None
+    """Within one host; None: as between two."""
 
     def t_pre(self, history_tokens: int, increment_tokens: int) -> float:
         """Seconds to prefill `increment_tokens` over `history_tokens` cached ones."""
@@ -109,7 +133,7 @@ class CostModel:
         c = self.mixed
         return (
             c.base_s
-            + _line(c.token_s, c.hinges, chunk_tokens)
+            + _line(c.token_s, c.hinges, chunk_tokens + batch * c.batch_counts)
             + c.sequence_s * batch
             + c.context_token_s * context_tokens
             + c.attention_pair_s * chunk_tokens * (chunk_history_tokens + chunk_tokens / 2)
@@ -133,7 +157,8 @@ class CostModel:
             return self.t_mixed(chunk, chunk_history_tokens, batch, context_tokens)
 
         # Solved for the chunk, which rounding may miss by one; then by bisection.
-        guess = self._mixed_chunk(limit_s - step_s(0), chunk_history_tokens)
+        before = batch * self.mixed.batch_counts
+        guess = self._mixed_chunk(limit_s - step_s(0), chunk_history_tokens, before)
         if guess >= most_tokens:
             if step_s(most_tokens) <= limit_s:
                 return most_tokens
@@ -143,13 +168,17 @@ class CostModel:
                 return chunk
         return bisect_right(range(1, most_tokens + 1), limit_s, key=step_s)
 
-    def _mixed_chunk(self, spare_s: float, history_tokens: int) -> float:
-        """The chunk that takes `spare_s` more than none does: the root of a quadratic on the
-        segment of the chain of lines where it lies."""
+    def _mixed_chunk(self, spare_s: float, history_tokens: int, before: int) -> float:
+        """The chunk that takes `spare_s` more than none does, `before` being what the chain of
+        lines counts without it: the root of a quadratic on the segment where it lies."""
         c = self.mixed
         pair_s = c.attention_pair_s
         slope, start = c.token_s, 0.0
-        for at, change in c.hinges:
+        for place, change in c.hinges:
+            at = place - before
+            if at <= 0:
+                slope += change
+                continue
             there_s = slope * (at - start) + pair_s * (
                 at * (history_tokens + at / 2) - start * (history_tokens + start / 2)
             )
@@ -164,9 +193,16 @@ class CostModel:
             return inf if spare_s >= 0 else 0.0
         return start + 2 * spare_s / (linear + sqrt(root))
 
-    def t_kv(self, tokens: int) -> float:
-        """Seconds to move the KV of that many tokens between two workers."""
-        return self.kv.base_s + self.kv.token_s * tokens if tokens else 0.0
+    def t_kv(self, tokens: int, link: Link = Link.CROSS_HOST) -> float:
+        """Seconds to move the KV of that many tokens between two workers over that link."""
+        line = self.kv_line(link)
+        return line.base_s + line.token_s * tokens if tokens else 0.0
+
+    def kv_line(self, link: Link) -> KvCost:
+        """The line of T_kv over that link."""
+        if link is Link.SAME_HOST and self.kv_same_host is not None:
+            return self.kv_same_host
+        return self.kv
 
     def scaled(self, factor: float) -> CostModel:
         """Every time multiplied by `factor` (0: all is free)."""
@@ -192,8 +228,10 @@ class CostModel:
                 m.context_token_s * factor,
                 m.attention_pair_s * factor,
                 _scaled(m.token_s, m.hinges, factor),
+                m.batch_counts,
             ),
-            KvCost(self.kv.base_s * factor, self.kv.token_s * factor),
+            self.kv.scaled(factor),
+            None if self.kv_same_host is None else self.kv_same_host.scaled(factor),
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ampd.core.cost_model import CostModel
+from ampd.core.cost_model import CostModel, link_between
 from ampd.core.model import WorkerInfo
 
 
@@ -47,7 +47,8 @@ def decide_move(
     if not kv_tokens or not _same_layout(source, target):
         return MoveDecision(target.worker_id, MoveReason.NO_KV, 0, 0.0, compute_s)
     missing = history_tokens - kv_tokens
-    read_s = cost.t_kv(kv_tokens) + (cost.t_pre(kv_tokens, missing) if missing else 0.0)
+    link = link_between(source.host, target.host)
+    read_s = cost.t_kv(kv_tokens, link) + (cost.t_pre(kv_tokens, missing) if missing else 0.0)
     if read_s <= compute_s:
         return MoveDecision(target.worker_id, MoveReason.READ_CHEAPER, kv_tokens, read_s, compute_s)
     return MoveDecision(target.worker_id, MoveReason.COMPUTE_CHEAPER, 0, read_s, compute_s)

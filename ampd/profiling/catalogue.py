@@ -1,32 +1,38 @@
 """The profiles that come with AMPD, by name, wherever a profile file can be named.
 
 `gpu:h100_sxm/Qwen3-32B/tp1`: GPU, model, tensor-parallel degree. They are fitted when asked for
-(some 50 ms), from published tables (A100, H100, H200) or a roofline (H20); the profile's
+(some 0.1 s), from published tables (A100, H100, H200) or a roofline (H20); the profile's
 provenance says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 from ampd.core.errors import invalid_field
 from ampd.profiling.gpu_tables import StepTable, TableKey, tables
+from ampd.profiling.links import kv_lines
 from ampd.profiling.profile_file import Profile, read_profile
 from ampd.profiling.roofline import GPUS, MODELS, TP_DEGREES, roofline_table
 
 PREFIX: Final = "gpu:"
 """What tells a name from a file."""
 
-_LINK: Final = "the line through Mooncake's published transfers, not this GPU's own"
+_LINK: Final = (
+    "estimated: data-sheet rates of the GPUs' links, start-up and share of the rate from "
+    "Mooncake's published transfers (ampd/profiling/links.py)"
+)
 _TABLE: Final[Mapping[str, str]] = {
     "method": "fitted to published operator tables",
     "source": "NVIDIA aiconfigurator-core 0.12.0 (Apache-2.0)",
+    "mixed": "the table's mixed steps, which lack the attention of the chunk over its history, "
+    "plus what the table's prefills say of it (derived)",
     "kv": _LINK,
-    "limits": "histories up to 65,536 tokens; mixed steps without the attention of the chunk "
-    "over its history; whether the model fits the memory is not checked",
+    "limits": "histories up to 65,536 tokens; whether the model fits the memory is not checked",
 }
 _ROOFLINE: Final[Mapping[str, str]] = {
     "method": "roofline: estimated, never measured; the fit's errors are against the estimate",
@@ -74,12 +80,13 @@ def built_in_profiles() -> Mapping[str, TableKey]:
 def _fitted(key: TableKey) -> Profile:
     table, provenance = _steps(key)
     cost, report = table.fit()
+    cross_host, same_host = kv_lines(key.gpu, key.tp, table.kv_bytes_per_token)
     return Profile(
         model=key.short_model,
         device=key.gpu,
         engine=key.engine,
         tp=key.tp,
-        cost=cost,
+        cost=replace(cost, kv=cross_host, kv_same_host=same_host),
         fit=report,
         samples=table.steps,
         kv_bytes_per_token=table.kv_bytes_per_token,
@@ -90,7 +97,7 @@ def _fitted(key: TableKey) -> Profile:
 def _steps(key: TableKey) -> tuple[StepTable, Mapping[str, str]]:
     table = tables().get(key)
     if table is not None:
-        return table, _TABLE
+        return table.with_chunk_history(), _TABLE
     gpu = next(gpu for gpu in GPUS if gpu.name == key.gpu)
     model = next(model for model in MODELS if model.name == key.model)
     return roofline_table(gpu, model, key.tp), _ROOFLINE

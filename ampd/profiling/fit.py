@@ -10,7 +10,7 @@ not seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -22,6 +22,7 @@ from ampd.core.cost_model import (
     DecodeCost,
     Hinges,
     KvCost,
+    Link,
     MixedCost,
     PrefillCost,
 )
@@ -52,18 +53,20 @@ NNLS_ROUNDS_PER_FEATURE: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class KvSample:
-    """One measured KV transfer."""
+    """One measured KV transfer, and the link that it took."""
 
     tokens: int
     seconds: float
+    link: Link = Link.CROSS_HOST
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionFit:
     """How well one function fits: relative errors, and the sizes it was fitted on.
 
-    `held_out`: samples that the errors were measured on, each by a fit that had not seen it
-    (five folds); 0: too few samples, the errors are those of the fit itself. `smallest`,
+    `held_out`: samples that the errors were measured on, each by a fit that had not seen it:
+    points kept apart for it, else each fifth of the samples in turn. 0: too few, the errors are
+    those of the fit itself. `smallest`,
     `largest`: range of the increment, chunk or transfer in tokens, or of the batch. Beyond it
     the last slope goes on.
     """
@@ -78,12 +81,14 @@ class FunctionFit:
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """The fit of each of the four functions; zero samples: it was taken from another one."""
+    """The fit of each function, T_kv by link; zero samples: it was taken from another one, or
+    is not known."""
 
     prefill: FunctionFit = FunctionFit()
     decode: FunctionFit = FunctionFit()
     mixed: FunctionFit = FunctionFit()
     kv: FunctionFit = FunctionFit()
+    kv_same_host: FunctionFit = FunctionFit()
 
 
 def fit_cost_model(
@@ -114,6 +119,9 @@ def fit_cost_model(
         decode, decode_fit = fit_decode(decodes)
     else:
         decode = DecodeCost(mixed.base_s, mixed.sequence_s, mixed.context_token_s)
+        if mixed.batch_counts:
+            slope = mixed.sequence_s + mixed.token_s
+            decode = replace(decode, sequence_s=slope, hinges=mixed.hinges)
         decode_fit = FunctionFit()
     kv_fit = FunctionFit()
     if kv is None:
@@ -126,35 +134,47 @@ def fit_cost_model(
     )
 
 
-def fit_prefill(samples: Sequence[StepSample]) -> tuple[PrefillCost, FunctionFit]:
+def fit_prefill(
+    samples: Sequence[StepSample], folds: int = FOLDS
+) -> tuple[PrefillCost, FunctionFit]:
     """T_pre from prefill-only steps: their chunk is the increment."""
     chunk, history, _, _, seconds = _columns(samples)
     hinges = _hinge_places(chunk)
     features = [np.ones_like(chunk), history, chunk * (history + chunk / 2)]
-    coefficients, fitted = _fit([*features, *_segments(chunk, hinges)], seconds, chunk)
+    coefficients, fitted = _fit([*features, *_segments(chunk, hinges)], seconds, chunk, folds)
     base, history_token, pair, token, *slopes = coefficients
     return PrefillCost(base, token, history_token, pair, _hinges(token, hinges, slopes)), fitted
 
 
-def fit_decode(samples: Sequence[StepSample]) -> tuple[DecodeCost, FunctionFit]:
+def fit_decode(samples: Sequence[StepSample], folds: int = FOLDS) -> tuple[DecodeCost, FunctionFit]:
     """T_dec from decode-only steps."""
     _, _, batch, context, seconds = _columns(samples)
     hinges = _hinge_places(batch)
     features = [np.ones_like(batch), context]
-    coefficients, fitted = _fit([*features, *_segments(batch, hinges)], seconds, batch)
+    coefficients, fitted = _fit([*features, *_segments(batch, hinges)], seconds, batch, folds)
     base, context_token, sequence, *slopes = coefficients
     return DecodeCost(base, sequence, context_token, _hinges(sequence, hinges, slopes)), fitted
 
 
-def fit_mixed(samples: Sequence[StepSample]) -> tuple[MixedCost, FunctionFit]:
-    """T_mixed from steps of any kind."""
+def fit_mixed(samples: Sequence[StepSample], folds: int = FOLDS) -> tuple[MixedCost, FunctionFit]:
+    """T_mixed from steps of any kind. Its line bends in the chunk, or in chunk and batch
+    together: whichever meets samples better that it has not seen."""
     chunk, history, batch, context, seconds = _columns(samples)
-    hinges = _hinge_places(chunk)
-    features = [np.ones_like(chunk), batch, context, chunk * (history + chunk / 2)]
-    coefficients, fitted = _fit([*features, *_segments(chunk, hinges)], seconds, chunk)
-    base, sequence, context_token, pair, token, *slopes = coefficients
-    bends = _hinges(token, hinges, slopes)
-    return MixedCost(base, token, sequence, context_token, pair, bends), fitted
+    found = []
+    for batch_counts in (False, True):
+        tokens = chunk + batch if batch_counts else chunk
+        hinges = _hinge_places(tokens)
+        features = [np.ones_like(chunk), batch, context, chunk * (history + chunk / 2)]
+        features += _segments(tokens, hinges)
+        coefficients, fitted = _fit(features, seconds, chunk, folds)
+        base, sequence, context_token, pair, token, *slopes = coefficients
+        bends = _hinges(token, hinges, slopes)
+        cost = MixedCost(base, token, sequence, context_token, pair, bends, batch_counts)
+        found.append((cost, fitted))
+    # Where both are exact, the simpler.
+    return min(
+        found, key=lambda one: (max(one[1].p95_error, ROBUST_MIN_ERROR), one[0].batch_counts)
+    )
 
 
 def fit_kv(samples: Sequence[KvSample]) -> tuple[KvCost, FunctionFit]:
@@ -168,17 +188,21 @@ def fit_kv(samples: Sequence[KvSample]) -> tuple[KvCost, FunctionFit]:
     return KvCost(*coefficients), fitted
 
 
-def nnls(matrix: Array, target: Array) -> Array:
-    """min |matrix x - target| over x >= 0 (Lawson and Hanson's active-set method)."""
+def nnls(matrix: Array, target: Array, start: Array | None = None) -> Array:
+    """min |matrix x - target| over x >= 0 (Lawson and Hanson's active-set method), sooner from
+    the solution `start` of a problem much like it."""
     count = matrix.shape[1]
-    x = np.zeros(count)
-    active = np.zeros(count, dtype=bool)
+    x = np.zeros(count) if start is None else start
+    active = x > 0
+    enters = not active.any()
     tolerance = NNLS_TOLERANCE * max(1.0, float(np.abs(matrix.T @ target).max(initial=0.0)))
     for _ in range(NNLS_ROUNDS_PER_FEATURE * count):
-        gradient = np.where(active, -np.inf, matrix.T @ (target - matrix @ x))
-        if active.all() or gradient.max() <= tolerance:
-            break
-        active[int(gradient.argmax())] = True
+        if enters:
+            gradient = np.where(active, -np.inf, matrix.T @ (target - matrix @ x))
+            if active.all() or gradient.max() <= tolerance:
+                break
+            active[int(gradient.argmax())] = True
+        enters = True
         while True:
             solution = np.zeros(count)
             solution[active] = np.linalg.lstsq(matrix[:, active], target, rcond=None)[0]
@@ -210,9 +234,9 @@ def _columns(samples: Sequence[StepSample]) -> tuple[Array, Array, Array, Array,
 
 
 def _fit(
-    features: Sequence[Array], seconds: Array, sizes: Array
+    features: Sequence[Array], seconds: Array, sizes: Array, folds: int = FOLDS
 ) -> tuple[tuple[float, ...], FunctionFit]:
-    """The coefficients over all samples, and the errors of fits without each fifth of them."""
+    """The coefficients over all samples, and the errors of fits without each part of them."""
     matrix = np.stack(features, axis=1)
     coefficients = _solve(matrix, seconds)
     count = len(seconds)
@@ -221,8 +245,8 @@ def _fit(
     if held_out:
         # In order of time, so that every fold has its part of every size range.
         fold = np.empty(count, dtype=int)
-        fold[np.argsort(seconds, kind="stable")] = np.arange(count) % FOLDS
-        for out in range(FOLDS):
+        fold[np.argsort(seconds, kind="stable")] = np.arange(count) % folds
+        for out in range(min(folds, count)):
             seen = fold != out
             predicted[~seen] = matrix[~seen] @ _solve(matrix[seen], seconds[seen])
     errors = np.abs(predicted - seconds) / seconds
@@ -244,7 +268,7 @@ def _solve(matrix: Array, seconds: Array) -> Array:
     weights = np.ones_like(seconds)
     coefficients = np.zeros(matrix.shape[1])
     for _ in range(ROBUST_ROUNDS):
-        coefficients = nnls(relative * weights[:, None], weights)
+        coefficients = nnls(relative * weights[:, None], weights, coefficients)
         errors = np.abs(relative @ coefficients - 1)
         most = max(ROBUST_MIN_ERROR, ROBUST_ERRORS * float(np.median(errors)))
         if (errors <= most).all():

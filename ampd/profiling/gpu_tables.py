@@ -7,8 +7,12 @@ engine steps under the key `gpu|engine|model|tpN`:
     decode_step_ms  "bB@L"            B sequences with context L each
     mixed_ms        "chunkC+bB@L"     C prompt tokens (context L) beside B sequences
 
-and `kv_bytes_per_token`. It does not say whether the model fits the GPU's memory. Its mixed
-steps leave out the attention of the chunk over what lies before it, so T_mixed has none.
+and `kv_bytes_per_token`. It does not say whether the model fits the GPU's memory.
+
+Its mixed steps leave out the attention of the chunk over the context before it: beside the same
+decodes a chunk behind 4,096 tokens takes what it takes behind 16,384. Its prefills have it. So
+each mixed step gets what T_pre of the same table says that those tokens before the chunk cost
+(`with_chunk_history`): derived, not measured.
 """
 
 from __future__ import annotations
@@ -16,21 +20,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Final
 
-from ampd.core.cost_model import CostModel, KvCost
+from ampd.core.cost_model import CostModel
 from ampd.ports import StepSample
-from ampd.profiling.fit import FitReport, fit_decode, fit_mixed, fit_prefill
+from ampd.profiling.fit import FOLDS, FitReport, fit_decode, fit_mixed, fit_prefill
 
 TABLE_FILE: Final = "gpu_tables.json"
-LINK_START_S: Final = 0.37e-3
-LINK_BYTES_PER_S: Final = 137e9
-"""The line through Mooncake's published transfers on vLLM (one prefill and one decode worker,
-8 RoCE links, 20 MB to 4.5 GB)."""
-
 _PREFILL: Final = re.compile(r"(?P<history>\d+)\+(?P<chunk>\d+)")
 _DECODE: Final = re.compile(r"b(?P<batch>\d+)@(?P<context>\d+)")
 _MIXED: Final = re.compile(r"chunk(?P<chunk>\d+)\+b(?P<batch>\d+)@(?P<context>\d+)")
@@ -45,18 +44,32 @@ class StepTable:
     mixed: tuple[StepSample, ...]
     kv_bytes_per_token: int
 
-    def fit(self) -> tuple[CostModel, FitReport]:
-        """T_mixed is also fitted to the decode steps that are no smaller than the mixed ones:
-        what a mixed step tends to as its chunk shrinks. (With fewer sequences a model of
-        experts loads fewer of them than beside any chunk.)"""
-        prefill, prefill_fit = fit_prefill(self.prefills)
-        decode, decode_fit = fit_decode(self.decodes)
+    def with_chunk_history(self) -> StepTable:
+        """The mixed steps with the attention of their chunk over the tokens before it, as the
+        prefills of this table have it."""
+        prefill, _ = fit_prefill(self.prefills)
+        t_pre = CostModel(prefill=prefill).t_pre
+
+        def history_s(step: StepSample) -> float:
+            chunk = step.chunk_tokens
+            return t_pre(step.chunk_history_tokens, chunk) - t_pre(0, chunk)
+
+        mixed = tuple(replace(step, seconds=step.seconds + history_s(step)) for step in self.mixed)
+        return replace(self, mixed=mixed)
+
+    def fit(self, folds: int = FOLDS) -> tuple[CostModel, FitReport]:
+        """The three functions of engine steps, their errors by that many folds.
+
+        T_mixed is also fitted to the decode steps that are no smaller than the mixed ones: what
+        a mixed step tends to as its chunk shrinks. (With fewer sequences a model of experts
+        loads fewer of them than beside any chunk.)"""
+        prefill, prefill_fit = fit_prefill(self.prefills, folds)
+        decode, decode_fit = fit_decode(self.decodes, folds)
         smallest = min(step.batch for step in self.mixed)
         limits = [step for step in self.decodes if step.batch >= smallest]
-        mixed, mixed_fit = fit_mixed([*self.mixed, *limits])
-        link = KvCost(LINK_START_S, self.kv_bytes_per_token / LINK_BYTES_PER_S)
+        mixed, mixed_fit = fit_mixed([*self.mixed, *limits], folds)
         return (
-            CostModel(prefill, decode, mixed, link),
+            CostModel(prefill, decode, mixed),
             FitReport(prefill=prefill_fit, decode=decode_fit, mixed=mixed_fit),
         )
 

@@ -2,6 +2,9 @@
 
 YAML or JSON by the file's ending. Planner, simulator, workers and the emulated engine read
 them; `ampdctl profile run` and a worker's self-measurement write them.
+
+Version 2 has T_kv by link, transfers and held-out samples, and T_mixed in chunk and batch
+together. A file of version 1 is read as what it says: one line for all links.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 import yaml
@@ -17,9 +20,12 @@ import yaml
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, invalid_field
 from ampd.ports import StepSample
-from ampd.profiling.fit import FitReport
+from ampd.profiling.fit import FitReport, KvSample
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+"""Of what is written."""
+OLDEST_VERSION: Final = 1
+"""That is read."""
 YAML_ENDINGS: Final = (".yaml", ".yml")
 JSON_ENDING: Final = ".json"
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
@@ -37,6 +43,11 @@ class Profile:
     tp: int = 1
     fit: FitReport = FitReport()
     samples: tuple[StepSample, ...] = ()
+    """Steps that the cost model was fitted to; one without decodes is a whole prefill."""
+    held_out: tuple[StepSample, ...] = ()
+    """Steps that the fit has not seen: its errors are those on them."""
+    kv_samples: tuple[KvSample, ...] = ()
+    kv_held_out: tuple[KvSample, ...] = ()
     kv_bytes_per_token: int = 0
     """0: not known."""
     provenance: dict[str, str] = field(default_factory=dict)
@@ -66,11 +77,12 @@ def read_profile(path: Path) -> Profile:
     if not isinstance(raw, dict):
         raise invalid_field(str(path), f"a profile is a table of fields, not {raw!r:.40}")
     version = raw.get("format_version")
-    if version != FORMAT_VERSION:
-        raise _wrong(path, "format_version", f"must be {FORMAT_VERSION}, not {version!r}")
+    if version not in range(OLDEST_VERSION, FORMAT_VERSION + 1):
+        must = f"must be {OLDEST_VERSION} to {FORMAT_VERSION}, not {version!r}"
+        raise _wrong(path, "format_version", must)
     _require_known(path, "", raw, Profile)
     try:
-        return msgspec.convert(raw, Profile)
+        return msgspec.convert({**raw, "format_version": FORMAT_VERSION}, Profile)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$.")
         raise _wrong(path, place.rstrip("`"), message) from error
@@ -107,8 +119,10 @@ def _require_known(path: Path, at: str, raw: dict[str, Any], kind: type) -> None
     for name, value in raw.items():
         if name not in known:
             raise _wrong(path, f"{at}{name}", f"unknown field; known: {', '.join(known)}")
-        if isinstance(value, dict) and is_dataclass(known[name]):
-            _require_known(path, f"{at}{name}.", value, known[name])
+        if isinstance(value, dict):
+            for part in get_args(known[name]) or (known[name],):  # of a union: its table
+                if is_dataclass(part):
+                    _require_known(path, f"{at}{name}.", value, part)
 
 
 def _wrong(path: Path, name: str, description: str) -> AmpdError:

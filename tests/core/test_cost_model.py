@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,8 +11,10 @@ from ampd.core.cost_model import (
     CostModel,
     DecodeCost,
     KvCost,
+    Link,
     MixedCost,
     PrefillCost,
+    link_between,
 )
 
 SMOLLM2 = MixedCost(52.9e-3, 2.91e-3, 2.52e-3, 9.3e-6, 2.47e-6)
@@ -41,8 +44,10 @@ def with_bends(kind: type, slope: str, *others: str) -> st.SearchStrategy:
     )
 
 
-mixed_costs = with_bends(
-    MixedCost, "token_s", "base_s", "sequence_s", "context_token_s", "attention_pair_s"
+mixed_costs = st.builds(
+    replace,
+    with_bends(MixedCost, "token_s", "base_s", "sequence_s", "context_token_s", "attention_pair_s"),
+    batch_counts=st.booleans(),
 )
 models = st.builds(
     CostModel,
@@ -50,6 +55,7 @@ models = st.builds(
     decode=with_bends(DecodeCost, "sequence_s", "base_s", "context_token_s"),
     mixed=mixed_costs,
     kv=st.builds(KvCost, base_s=coefficients, token_s=coefficients),
+    kv_same_host=st.none() | st.builds(KvCost, base_s=coefficients, token_s=coefficients),
 )
 
 
@@ -68,6 +74,16 @@ def test_features_are_those_of_the_spec() -> None:
     assert model.t_kv(4) == 4.0
 
 
+def test_the_batch_may_count_with_the_chunk() -> None:
+    """Where the linear layers turn from reading weights to computing, all tokens count."""
+    line = CostModel(mixed=MixedCost(1.0, 0.0, hinges=((40.0, 0.5),), batch_counts=True))
+    assert line.t_mixed(10, 0, 30, 0) == 1.0
+    assert line.t_mixed(10, 0, 34, 0) == line.t_mixed(20, 0, 24, 0) == 3.0
+    assert line.t_mixed(0, 0, 64, 0) == 13.0
+    assert line.mixed_chunk(3.0, 0, 34, 0) == 10
+    assert line.mixed_chunk(14.0, 0, 64, 0) == 2
+
+
 @given(models, st.floats(0.0, 1e3), sizes, sizes)
 def test_a_scaled_model_scales_every_time(
     model: CostModel, factor: float, history: int, increment: int
@@ -81,8 +97,24 @@ def test_a_scaled_model_scales_every_time(
             model.t_mixed(increment, history, 3, history),
         ),
         (scaled.t_kv(history), model.t_kv(history)),
+        (scaled.t_kv(history, Link.SAME_HOST), model.t_kv(history, Link.SAME_HOST)),
     ):
         assert one == pytest.approx(factor * other, rel=1e-9, abs=1e-12)
+
+
+def test_a_link_has_its_own_line_or_that_between_hosts() -> None:
+    cost = CostModel(kv=KvCost(2.0, 0.5))
+    assert cost.t_kv(4, Link.SAME_HOST) == cost.t_kv(4, Link.CROSS_HOST) == cost.t_kv(4) == 4.0
+    near = CostModel(kv=KvCost(2.0, 0.5), kv_same_host=KvCost(1.0, 0.25))
+    assert near.t_kv(4, Link.SAME_HOST) == 2.0
+    assert near.t_kv(4, Link.CROSS_HOST) == 4.0
+    assert near.t_kv(0, Link.SAME_HOST) == 0.0
+
+
+def test_workers_of_one_named_host_share_it() -> None:
+    assert link_between("a", "a") is Link.SAME_HOST
+    assert link_between("a", "b") is Link.CROSS_HOST
+    assert link_between("", "") is Link.CROSS_HOST
 
 
 def test_moving_nothing_takes_no_time() -> None:

@@ -46,6 +46,14 @@ def test_the_costs_are_the_targets() -> None:
     assert decision.read_s == pytest.approx(COST.t_kv(50))
 
 
+def test_the_link_is_that_between_the_two_hosts() -> None:
+    cost = replace(COST, kv_same_host=KvCost(0.01, 1e-5))
+    for host, read_s in (("h", 0.01 + 0.0005), ("elsewhere", 0.1 + 0.005)):
+        target = worker("b", cost, host=host)
+        decision = decide_move(worker("a"), target, history_tokens=50, kv_tokens=50)
+        assert decision.read_s == pytest.approx(read_s)
+
+
 @pytest.mark.parametrize(
     "other",
     [{"model": "n"}, {"engine": "f"}, {"kv_block_tokens": 32}, {"kv_bytes_per_token": 128}],

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ampd.core.cost_model import Link
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.ports import StepSample
 from ampd.profiling.catalogue import open_profile, profile_names
@@ -33,7 +34,7 @@ def test_points_of_the_table_that_a_fit_has_not_seen(name: str) -> None:
     fit = open_profile(name).fit
     for function in (fit.prefill, fit.decode, fit.mixed):
         assert function.held_out == function.samples > 0
-        assert function.median_error < 0.04
+        assert function.median_error < 0.05
     assert fit.prefill.p95_error < 0.08
     assert fit.decode.p95_error < (0.12 if name != "gpu:h100_sxm/mixtral-8x7b/tp2" else 0.35)
     assert fit.mixed.p95_error < 0.18
@@ -60,6 +61,7 @@ def test_no_point_of_the_table_is_far_off(name: str) -> None:
     assert found[-1] < 0.20
 
 
+@settings(deadline=None)  # a profile is fitted when it is first named
 @given(
     st.sampled_from(profile_names()),
     st.integers(0, 200_000),
@@ -83,11 +85,31 @@ def test_what_a_profile_says_of_itself() -> None:
     assert (profile.model, profile.device, profile.engine) == ("Qwen3-32B", "h100_sxm", "vllm")
     assert profile.kv_bytes_per_token == 262_144
     assert "aiconfigurator" in profile.provenance["source"]
-    # Mooncake: 290 MB of KV in 2.51 ms.
-    assert profile.cost.t_kv(290_000_000 // 262_144) == pytest.approx(2.51e-3, rel=0.03)
     estimate = open_profile("gpu:h20/Qwen3-32B/tp1")
     assert estimate.engine == "roofline"
     assert "never measured" in estimate.provenance["method"]
+
+
+def test_kv_takes_the_link() -> None:
+    # Mooncake: 290 MB of KV in 2.51 ms, over 8 cards of 25 GB/s.
+    tokens = 290_000_000 // 262_144
+    eight = open_profile("gpu:h20/Qwen3-32B/tp8").cost
+    assert eight.t_kv(tokens) == pytest.approx(2.51e-3, rel=0.03)
+    one = open_profile("gpu:h20/Qwen3-32B/tp1").cost
+    assert one.kv.token_s == pytest.approx(8 * eight.kv.token_s)
+    for name in profile_names():
+        cost = open_profile(name).cost
+        assert cost.t_kv(4096, Link.SAME_HOST) < cost.t_kv(4096, Link.CROSS_HOST)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_chunk_beside_decodes_attends_to_its_history(name: str) -> None:
+    """The tables leave it out of their mixed steps; the prefills of the same table have it."""
+    cost = open_profile(name).cost
+    for chunk in (512, 2048):
+        beside = cost.t_mixed(chunk, 65_536, 8, 8 * 4096) - cost.t_mixed(chunk, 0, 8, 8 * 4096)
+        alone = cost.t_pre(65_536, chunk) - cost.t_pre(0, chunk)
+        assert beside == pytest.approx(alone, rel=0.15)
 
 
 def test_names_and_files_alike(tmp_path: Path) -> None:
@@ -131,15 +153,15 @@ def test_the_roofline_meets_tables_of_gpus_that_have_one(key: TableKey) -> None:
     hbm = {"h100_sxm": 3.35e12, "h200_sxm": 4.8e12}[key.gpu]
     gpu = Gpu(key.gpu, 989e12, hbm, mfu_gemm=0.78, mfu_attention=0.6, mbu=0.85)
     model = next(model for model in MODELS if model.name == key.short_model)
-    table, estimate = tables()[key], roofline_table(gpu, model, key.tp)
+    table, estimate = tables()[key].with_chunk_history(), roofline_table(gpu, model, key.tp)
     assert estimate.kv_bytes_per_token == table.kv_bytes_per_token
     for measured, estimated, bound in (
         (table.prefills, estimate.prefills, 0.30),
         (table.decodes, estimate.decodes, 0.10),
-        (table.mixed, estimate.mixed, 0.30),
+        (table.mixed, estimate.mixed, 0.33),
     ):
-        seconds = {_shape(step): step.seconds for step in measured}
-        off = sorted(abs(step.seconds / seconds[_shape(step)] - 1) for step in estimated)
+        seconds = {_shape(step): step.seconds for step in estimated}
+        off = sorted(abs(seconds[_shape(step)] / step.seconds - 1) for step in measured)
         assert off[len(off) // 2] < bound
         assert off[-1] < 0.65
 

