@@ -92,6 +92,28 @@ def chunk_tokens(
     return max(chunk, smallest)
 
 
+def local_prefill_s(
+    cost: CostModel,
+    *,
+    history_tokens: int,
+    increment_tokens: int,
+    batch: int,
+    context_tokens: int,
+    itl_slo_s: float,
+) -> float:
+    """Predicted seconds of a whole prefill in ITL-safe chunks beside a batch that decodes, each
+    chunk taken as one in the middle of the increment. Without a batch: `t_pre`."""
+    alone_s = cost.t_pre(history_tokens, increment_tokens)
+    if not batch:
+        return alone_s
+    middle = history_tokens + increment_tokens // 2
+    limit_s = TARGET * itl_slo_s
+    chunk = cost.mixed_chunk(limit_s, middle, batch, context_tokens, increment_tokens)
+    chunk = min(max(MIN_CHUNK_TOKENS, chunk), increment_tokens)
+    steps = -(-increment_tokens // chunk)
+    return max(alone_s, steps * cost.t_mixed(chunk, middle, batch, context_tokens))
+
+
 def calibrate(calibration: float, predicted_s: float, measured_s: float) -> float:
     """The running mean of measured over predicted, one step later.
 

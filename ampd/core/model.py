@@ -81,6 +81,22 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingPrefill:
+    """A task that waits at its home for the first worker that can begin it (late binding), as
+    the home publishes it. Times in seconds."""
+
+    task_id: str
+    session_id: str
+    history_tokens: int
+    increment_tokens: int
+    age_s: float
+    """Since the task was created."""
+    ttft_slo_s: float
+    grace_s: float = 0.0
+    """How much later than its SLO the first token may come with the session's mean TTFT kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """What a worker publishes with every heartbeat."""
 
@@ -107,6 +123,11 @@ class WorkerLoad:
     """Server-side tools that the worker runs, by name."""
     drain_estimate_s: float = 0.0
     """How long its drain is expected to take from now; 0 unless it is draining."""
+    calibration: float = 1.0
+    """Measured over predicted prefill time, a running mean; `queued_prefill_s` has it in it."""
+    waiting: tuple[WaitingPrefill, ...] = ()
+    """Tasks that wait here for any worker (decode side), the earliest deadlines first; bounded
+    by `ampd.core.late_binding.MAX_SHOWN_TASKS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +303,12 @@ class RouteReason(StrEnum):
     """The policy prefills all but a session's first round at home."""
     MOSTLY_CACHED = "mostly_cached"
     """Little of the prompt is not cached at home, and the home is not busy."""
+    IDLE_PREFILL_WORKER = "idle_prefill_worker"
+    """Late binding: a prefill worker is idle, and is told of the task at once."""
+    LATE_BINDING = "late_binding"
+    """No prefill worker is idle: the task waits at home for the first that can begin it."""
+    PULLED = "pulled"
+    """A prefill worker has taken the task from its home's list."""
 
 
 @dataclass(frozen=True, slots=True)

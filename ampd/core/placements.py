@@ -87,5 +87,7 @@ def _with_placements(view: WorkerView, placements: Sequence[Placement], now_s: f
         kv_reserved_tokens=old.kv_reserved_tokens + reserved_tokens,
         tools=old.tools,
         drain_estimate_s=old.drain_estimate_s,
+        calibration=old.calibration,
+        waiting=old.waiting,
     )
     return WorkerView(view.info, load, view.age_s)

@@ -17,6 +17,7 @@ from ampd.core.prefill_queue import FIFO, QueueOrder
 
 SettingValue = float | int | bool | str
 
+AMPD: Final = "ampd"
 AMPD_PAPER: Final = "ampd-paper"
 ALWAYS_REMOTE: Final = "always-remote"
 ALWAYS_LOCAL: Final = "always-local"
@@ -85,6 +86,12 @@ WINDOW_S: Final = Setting(
 POLICIES: Final[Mapping[str, Policy]] = {
     policy.name: policy
     for policy in (
+        Policy(
+            AMPD,
+            "binds late: a task waits at its home, and the first worker that can finish it on time "
+            "takes it",
+            (WINDOW_S,),
+        ),
         Policy(
             AMPD_PAPER,
             "a prefill worker within alpha x TTFT SLO, else home within beta x ITL SLO, else "

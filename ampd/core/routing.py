@@ -22,6 +22,7 @@ from typing import Final
 
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.late_binding import WAIT_SHARE
 from ampd.core.local_prefill import MIN_CHUNK_TOKENS, TARGET
 from ampd.core.model import (
     PolicySpec,
@@ -34,6 +35,7 @@ from ampd.core.model import (
 )
 from ampd.core.policies import (
     ALWAYS_LOCAL,
+    AMPD,
     AMPD_PAPER,
     CHEAPEST,
     FIRST_REMOTE,
@@ -96,6 +98,9 @@ def route(
         else:
             remotes.sort()
         return _paper(task, local, remotes, policy, age_s)
+    if policy.name == AMPD:
+        remotes.sort()
+        return _late_bound(task, local, remotes, policy, age_s)
     if policy.name == CHEAPEST:
         remotes.sort()
         return _cheapest(local, remotes, policy, age_s)
@@ -131,6 +136,24 @@ def _paper(
     if itl_kept and (policy.settings["literal"] or local.total_s <= task.slo.ttft_s):
         return _to_home(local, RouteReason.DECODE_WITHIN_ITL, policy, remotes, age_s)
     return _cheapest(local, remotes, policy, age_s)
+
+
+def _late_bound(
+    task: RouteTask,
+    local: RouteCandidate,
+    remotes: list[_Remote],
+    policy: PolicySpec,
+    age_s: float,
+) -> RouteDecision:
+    """The best prefill worker that is idle is told at once; else, or when the home would be
+    sooner and that one too slow, the task waits at home for whoever can begin it."""
+    idle = next((index for index, remote in enumerate(remotes) if not remote[2]), None)
+    if idle is not None:
+        idle_s = remotes[idle][0]
+        if idle_s <= local.total_s or idle_s <= WAIT_SHARE * task.slo.ttft_s:
+            reason = RouteReason.IDLE_PREFILL_WORKER
+            return _to_prefill(idle, reason, policy, local, remotes, age_s)
+    return _to_home(local, RouteReason.LATE_BINDING, policy, remotes, age_s)
 
 
 def _cheapest(

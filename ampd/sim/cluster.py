@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from math import inf
 
 from ampd.core import binding
 from ampd.core.errors import AmpdError
+from ampd.core.late_binding import RemoteOutlook, remote_outlook, tasks_in
 from ampd.core.lifecycle import MAX_PREFIX_HOLDERS
 from ampd.core.model import (
     BindDecision,
@@ -21,7 +23,7 @@ from ampd.core.placements import Placement, RecentPlacements
 from ampd.core.policies import ROUND_ROBIN, resolve
 from ampd.core.routing import RouteTask, route
 from ampd.core.slo import attainment
-from ampd.sim.decode_worker import SimDecodeWorker
+from ampd.sim.decode_worker import LOOK_S, SimDecodeWorker
 from ampd.sim.kernel import Kernel
 from ampd.sim.prefill_worker import SimPrefillWorker
 from ampd.sim.report import Distribution, LoggedDecision, SimReport, Totals
@@ -107,16 +109,36 @@ class SimCluster:
                 gap_statistics=self._gap_statistics,
                 finished=self._finished,
                 refused=self._refused,
+                outlook=self._outlook,
+                offers=self._offer_late,
                 phase_s=self._phase_s(),
             )
             for index, spec in enumerate(settings.decode)
         )
         self._by_id = {worker.info.worker_id: worker for worker in self.prefill}
         self._homes = {worker.info.worker_id: worker for worker in self.decode}
+        for worker in self.prefill:
+            worker.homes = self._homes
+            worker.others = self.prefill
+        self._outlook_s = -inf
+        self._outlook_now = RemoteOutlook({}, 0)
         self._open = 0
         self._counted: list[SimSession] = []
         self._counted_local = 0
         self._log: list[LoggedDecision] = []
+
+    def _outlook(self, now_s: float) -> RemoteOutlook:
+        """What homes expect of the prefill workers, looked at every so often."""
+        if now_s - self._outlook_s >= LOOK_S:
+            self._outlook_s = now_s
+            views = [worker.view(now_s) for worker in (*self.decode, *self.prefill)]
+            self._outlook_now = remote_outlook(tasks_in(views, now_s), views, now_s)
+        return self._outlook_now
+
+    def _offer_late(self) -> None:
+        for worker in self.prefill:
+            if worker.idle:
+                worker.look()
 
     def _info(self, worker_id: str, role: Role, spec: WorkerSpec) -> WorkerInfo:
         return WorkerInfo(

@@ -22,6 +22,16 @@ from typing import Final
 
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.kv_ledger import KvLedger, RoundDemand
+from ampd.core.late_binding import (
+    DECODE_SHARE,
+    HOME_BACKLOG_TOKENS,
+    MAX_SHOWN_TASKS,
+    RemoteOutlook,
+    Task,
+    can_decode_more,
+    take_home,
+    task,
+)
 from ampd.core.local_prefill import (
     CALIBRATION_WEIGHT,
     MIN_CHUNK_TOKENS,
@@ -29,8 +39,8 @@ from ampd.core.local_prefill import (
     calibrate,
     chunk_tokens,
 )
-from ampd.core.model import PolicySpec, Slo, WorkerInfo, WorkerLoad
-from ampd.core.policies import ALWAYS_REMOTE, is_literal, number
+from ampd.core.model import PolicySpec, Slo, WaitingPrefill, WorkerInfo, WorkerLoad
+from ampd.core.policies import ALWAYS_REMOTE, AMPD, is_literal, number
 from ampd.core.window import MeanWindow
 from ampd.sim.kernel import Kernel
 from ampd.sim.links import LinkEnd
@@ -39,6 +49,8 @@ from ampd.sim.report import Totals
 from ampd.sim.rounds import SimRound
 from ampd.sim.settings import SimSettings, WorkerSpec
 
+LOOK_S: Final = 0.05
+"""How soon a home looks again at tasks that wait and that it did not take."""
 MAX_GAP_SEGMENTS: Final = 1 << 16
 """Segments of equal gaps that are kept before those that no stream needs are dropped."""
 
@@ -69,6 +81,8 @@ class SimDecodeWorker(PublishedLoad):
         finished: Callable[[SimRound, tuple[float, float]], None],
         refused: Callable[[SimRound], None],
         gap_statistics: bool,
+        outlook: Callable[[float], RemoteOutlook],
+        offers: Callable[[], None],
         phase_s: float,
     ) -> None:
         """`finished` gets a round that has said its last token, with P95 and largest gap (s);
@@ -99,6 +113,13 @@ class SimDecodeWorker(PublishedLoad):
         self._entrants: list[SimRound] = []
         self._locals: deque[SimRound] = deque()
         self._locals_s = 0.0
+        self._binds_late = policy.name == AMPD
+        self._late: dict[str, SimRound] = {}
+        self._shows_late = False
+        self._coming = 0
+        self._look_s = 0.0
+        self._outlook = outlook
+        self._offers = offers
         self._order = count()
         self._streams: list[tuple[int, int, SimRound]] = []
         self._steps = 0
@@ -117,7 +138,7 @@ class SimDecodeWorker(PublishedLoad):
     @property
     def idle(self) -> bool:
         """Whether it holds no round."""
-        return not (self._waiting or self._entrants or self._locals or self._streams)
+        return not (self._waiting or self._late or self._entrants or self._locals or self._streams)
 
     # --- admission ---------------------------------------------------------------------------
 
@@ -212,6 +233,83 @@ class SimDecodeWorker(PublishedLoad):
 
     # --- prefill -----------------------------------------------------------------------------
 
+    def wait_for_worker(self, round_: SimRound) -> None:
+        """Late binding: the round waits here until a prefill worker or the home takes it."""
+        now_s = self._kernel.now_s
+        session = round_.session
+        round_.task_id = f"{session.plan.session_id}/{round_.index}"
+        self._late[round_.task_id] = round_
+        if round_.targets and round_.targets[0].hint(self, round_):
+            return
+        if not self._shows_late:
+            self._shows_late = True
+            self._kernel.at(max(now_s, self.next_heartbeat_s), self._show_late, None)
+        self._wake(now_s)
+
+    def _show_late(self, _: None) -> None:
+        """The list is published: prefill workers that are idle look at it."""
+        now_s = self._kernel.now_s
+        if now_s >= self.next_heartbeat_s:
+            self.publish(now_s)
+        self._shows_late = bool(self._late)
+        if self._late:
+            self._offers()
+            interval_s = max(self._settings.heartbeat_s, LOOK_S)
+            self._kernel.at(now_s + interval_s, self._show_late, None)
+
+    def claim(self, task_id: str) -> SimRound | None:
+        """A prefill worker takes a waiting task; None: it is gone."""
+        now_s = self._kernel.now_s
+        if now_s >= self.next_heartbeat_s:
+            self.publish(now_s)
+        round_ = self._late.pop(task_id, None)
+        if round_ is not None:
+            self._coming += 1
+        return round_
+
+    def _take_late(self, now_s: float) -> None:
+        """Begin own waiting tasks that are better prefilled here."""
+        while self._late and self._backlog_tokens() < HOME_BACKLOG_TOKENS:
+            if not can_decode_more(self._cost, self.load(now_s), self._slo, self._coming):
+                break
+            decision = take_home(
+                [self._task(round_, now_s) for round_ in self._late.values()],
+                self._outlook(now_s),
+                now_s=now_s,
+                cost=self._cost,
+                calibration=self._calibration,
+                load=self.load(now_s),
+                itl_slo_s=self._slo.itl_s,
+            )
+            if decision is None:
+                break
+            self._prefill_here(self._late.pop(decision.task.task_id), now_s)
+        if self._late and self._look_s <= now_s:
+            self._look_s = now_s + LOOK_S
+            self._kernel.at(self._look_s, self._look, None)
+
+    def _look(self, _: None) -> None:
+        if self._late:
+            self._wake(self._kernel.now_s)
+
+    def _backlog_tokens(self) -> int:
+        return sum(round_.new_tokens - round_.done_tokens for round_ in self._locals)
+
+    def _task(self, round_: SimRound, now_s: float) -> Task:
+        return task(self._shown(round_, now_s), self.info.worker_id, now_s)
+
+    def _shown(self, round_: SimRound, now_s: float) -> WaitingPrefill:
+        session, slo = round_.session, self._slo
+        return WaitingPrefill(
+            round_.task_id,
+            session.plan.session_id,
+            round_.history_tokens,
+            round_.new_tokens,
+            now_s - round_.created_s,
+            slo.ttft_s,
+            max(0.0, session.rounds_done * slo.ttft_s - session.ttft_sum_s),
+        )
+
     def prefill_elsewhere(self, round_: SimRound) -> None:
         """A prefill worker has given the task back."""
         round_.attempt += 1
@@ -221,6 +319,9 @@ class SimDecodeWorker(PublishedLoad):
     def _prefill(self, round_: SimRound) -> None:
         """At its next target that has a place, or here."""
         targets = round_.targets
+        if self._binds_late:
+            self.wait_for_worker(round_)
+            return
         while round_.attempt < len(targets):
             if targets[round_.attempt].offer(round_):
                 return
@@ -229,12 +330,15 @@ class SimDecodeWorker(PublishedLoad):
         now_s = self._kernel.now_s
         if now_s >= self.next_heartbeat_s:
             self.publish(now_s)
-        round_.predicted_s = self._cost.t_pre(round_.keep_tokens, round_.plan.increment_tokens)
+        self._prefill_here(round_, now_s)
+        self._wake(now_s)
+
+    def _prefill_here(self, round_: SimRound, now_s: float) -> None:
+        round_.predicted_s = self._cost.t_pre(round_.history_tokens, round_.new_tokens)
         round_.done_tokens = 0
         self._calibrates = True  # under always-remote, only once it is needed
         self._locals_s += round_.predicted_s
         self._locals.append(round_)
-        self._wake(now_s)
 
     def arrived(self, round_: SimRound) -> None:
         """The KV of its increment is here: it joins the next step."""
@@ -242,6 +346,7 @@ class SimDecodeWorker(PublishedLoad):
         if now_s >= self.next_heartbeat_s:
             self.publish(now_s)
         self._entrants.append(round_)
+        self._coming -= self._binds_late
         self._wake(now_s)
 
     # --- steps -------------------------------------------------------------------------------
@@ -259,6 +364,8 @@ class SimDecodeWorker(PublishedLoad):
                 self._kernel.at(end_s, self._run_ends, self._version)
 
     def _plan(self, now_s: float) -> None:
+        if self._late:
+            self._take_late(now_s)
         streams, entrants = self._streams, self._entrants
         batch = len(streams)
         self._since_s = now_s
@@ -367,6 +474,8 @@ class SimDecodeWorker(PublishedLoad):
 
     def _settle(self, round_: SimRound, now_s: float) -> None:
         session = round_.session
+        session.rounds_done += 1
+        session.ttft_sum_s += round_.first_token_s - round_.created_s
         session.history_tokens = round_.prompt_tokens + round_.output_tokens
         self.ledger.settle(
             session.plan.session_id,
@@ -491,4 +600,14 @@ class SimDecodeWorker(PublishedLoad):
             kv_pinned_tokens=ledger.pinned_tokens,
             kv_running_tokens=ledger.running_tokens,
             kv_reserved_tokens=ledger.reserved_tokens,
+            waiting=self._waiting_shown(at_s) if self._late else (),
         )
+
+    def _waiting_shown(self, at_s: float) -> tuple[WaitingPrefill, ...]:
+        """What prefill workers may take: nothing while one more stream would cost the others
+        their ITL."""
+        step_s = self._cost.t_dec(len(self._streams) + self._coming + 1, self._context_tokens)
+        if step_s > DECODE_SHARE * self._slo.itl_s:
+            return ()
+        waiting = sorted(self._late.values(), key=lambda round_: round_.created_s)
+        return tuple(self._shown(round_, at_s) for round_ in waiting[:MAX_SHOWN_TASKS])

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from ampd.core.late_binding import StarvedShare, Task, pull, speed_of, tasks_in
 from ampd.core.model import PolicySpec, PrefillTask, Slo, WorkerInfo, WorkerLoad
-from ampd.core.policies import is_literal, number, queue_order
+from ampd.core.policies import AMPD, is_literal, number, queue_order
 from ampd.core.prefill_queue import PrefillQueue
 from ampd.core.window import MeanWindow
 from ampd.sim.kernel import Kernel
@@ -22,6 +23,9 @@ from ampd.sim.published import PublishedLoad
 from ampd.sim.report import Totals
 from ampd.sim.rounds import SimRound
 from ampd.sim.settings import SimSettings, WorkerSpec
+
+if TYPE_CHECKING:
+    from ampd.sim.decode_worker import SimDecodeWorker
 
 TASKS_IN_ENGINE: Final = 2
 """The one that computes and the one whose history is read meanwhile."""
@@ -62,6 +66,12 @@ class SimPrefillWorker(PublishedLoad):
         self._ready: list[SimRound] = []
         self._computing = False
         self._turn = 0
+        self._binds_late = policy.name == AMPD
+        self._starved = StarvedShare()
+        self.homes: dict[str, SimDecodeWorker] = {}
+        """Under late binding it takes what waits there; by worker id."""
+        self.others: tuple[SimPrefillWorker, ...] = ()
+        """All prefill workers, itself included."""
 
     @property
     def idle(self) -> bool:
@@ -102,6 +112,52 @@ class SimPrefillWorker(PublishedLoad):
             if len(self._timeouts) == 1:
                 self._kernel.at(timeout_s, self._expire, None)
         return True
+
+    def hint(self, home: SimDecodeWorker, round_: SimRound) -> bool:
+        """A task waits at its home: take it if there is nothing else to do."""
+        if len(self._in_engine) >= self._places():
+            return False
+        now_s = self._kernel.now_s
+        if now_s >= self.next_heartbeat_s:
+            self.publish(now_s)
+        claimed = home.claim(round_.task_id)
+        if claimed is None:
+            return False
+        self._take(claimed, self._cost.t_pre(claimed.history_tokens, claimed.new_tokens), now_s)
+        return True
+
+    def _places(self) -> int:
+        return 1 if self._binds_late else TASKS_IN_ENGINE
+
+    def look(self, _: None = None) -> None:
+        """Late binding: take what waits at the homes, if there is a place for it."""
+        now_s = self._kernel.now_s
+        if len(self._in_engine) >= self._places():
+            return
+        if now_s >= self.next_heartbeat_s:
+            self.publish(now_s)
+        tasks = tasks_in((home.view(now_s) for home in self.homes.values()), now_s)
+        if not tasks:
+            return
+        speed = speed_of((other.view(now_s) for other in self.others), self._cost, 1.0)
+        work_s = [self._work_s(task) for task in tasks]
+        while tasks and len(self._in_engine) < self._places():
+            decision = pull(tasks, work_s, now_s=now_s, speed=speed, starved=self._starved)
+            assert decision is not None  # noqa: S101 - there are tasks
+            index = tasks.index(decision.task)
+            del tasks[index], work_s[index]
+            home = self.homes[decision.task.home]
+            round_ = home.claim(decision.task.task_id)
+            if round_ is None:
+                continue
+            self._starved.add(decision)
+            self._take(round_, self._cost.t_pre(round_.history_tokens, round_.new_tokens), now_s)
+
+    def _work_s(self, task: Task) -> float:
+        cached = self._cache.tokens(task.session_id)
+        read = max(0, task.history_tokens - cached)
+        cost = self._cost
+        return cost.t_pre(task.history_tokens, task.increment_tokens) + cost.t_kv(read)
 
     def load(self, at_s: float) -> WorkerLoad:
         """What routing needs to know, as the live worker publishes it."""
@@ -204,7 +260,10 @@ class SimPrefillWorker(PublishedLoad):
         self._kernel.at(end_s, arrive, round_)
         if self._ready:
             self._compute(now_s)
-        self._fill_engine(now_s)
+        if self._binds_late:
+            self.look()
+        else:
+            self._fill_engine(now_s)
 
     def _expire(self, _: None) -> None:
         """Give back what has waited too long; look again when the next one will have."""

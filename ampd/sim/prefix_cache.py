@@ -22,6 +22,10 @@ class PrefixCache:
         self._tokens[session_id] = tokens
         return min(tokens, prefix_tokens)
 
+    def tokens(self, session_id: str) -> int:
+        """How many of the session's tokens are here; not a use."""
+        return self._tokens.get(session_id, 0)
+
     def put(self, session_id: str, tokens: int) -> None:
         """The session's first `tokens` are here now, and no others of it. What alone is larger
         than the cache is not kept."""

@@ -16,7 +16,16 @@ class SimSession:
     """A session: `history_tokens` after its last round, `holders` the prefix that each prefill
     worker computed of it, `timings` of its counted rounds."""
 
-    __slots__ = ("history_tokens", "holders", "home", "next_round", "plan", "timings")
+    __slots__ = (
+        "history_tokens",
+        "holders",
+        "home",
+        "next_round",
+        "plan",
+        "rounds_done",
+        "timings",
+        "ttft_sum_s",
+    )
 
     def __init__(self, plan: SessionPlan) -> None:
         self.plan = plan
@@ -25,6 +34,8 @@ class SimSession:
         self.home: SimDecodeWorker | None = None
         self.holders: dict[str, int] = {}
         self.timings: list[RoundTimings] = []
+        self.rounds_done = 0
+        self.ttft_sum_s = 0.0
 
 
 class SimRound:

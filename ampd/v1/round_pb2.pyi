@@ -77,6 +77,12 @@ class _RouteReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RouteReas
     """The policy prefills all but a session's first round at home."""
     ROUTE_REASON_MOSTLY_CACHED: _RouteReason.ValueType  # 12
     """Little of the prompt is not cached at home, and the home is not busy."""
+    ROUTE_REASON_IDLE_PREFILL_WORKER: _RouteReason.ValueType  # 13
+    """A prefill worker is idle: it is told of the task at once."""
+    ROUTE_REASON_LATE_BINDING: _RouteReason.ValueType  # 14
+    """None is idle: the task waits at the session's worker for the first that can begin it."""
+    ROUTE_REASON_PULLED: _RouteReason.ValueType  # 15
+    """A prefill worker has taken the task from that list."""
 
 class RouteReason(_RouteReason, metaclass=_RouteReasonEnumTypeWrapper):
     """Why a prefill went where it went."""
@@ -107,6 +113,12 @@ ROUTE_REASON_LATER_ROUND: RouteReason.ValueType  # 11
 """The policy prefills all but a session's first round at home."""
 ROUTE_REASON_MOSTLY_CACHED: RouteReason.ValueType  # 12
 """Little of the prompt is not cached at home, and the home is not busy."""
+ROUTE_REASON_IDLE_PREFILL_WORKER: RouteReason.ValueType  # 13
+"""A prefill worker is idle: it is told of the task at once."""
+ROUTE_REASON_LATE_BINDING: RouteReason.ValueType  # 14
+"""None is idle: the task waits at the session's worker for the first that can begin it."""
+ROUTE_REASON_PULLED: RouteReason.ValueType  # 15
+"""A prefill worker has taken the task from that list."""
 Global___RouteReason: _TypeAlias = RouteReason  # noqa: Y015
 
 class _FinishReason:
