@@ -94,11 +94,13 @@ class FitReport:
 def fit_cost_model(
     samples: Sequence[StepSample],
     *,
+    prefills: Sequence[StepSample] = (),
     kv: KvCost | None = None,
     kv_samples: Sequence[KvSample] = (),
 ) -> tuple[CostModel, FitReport]:
-    """The cost model of measured steps. T_mixed is fitted to all of them, T_pre to those that
-    only prefill, T_dec to those that only decode. T_kv is `kv` when given, else fitted.
+    """The cost model of measured steps. T_mixed is fitted to all of them, T_dec to those that
+    only decode, T_pre to `prefills`, each whole in however many steps, or without any to the
+    steps that only prefill. T_kv is `kv` when given, else fitted.
 
     Raises ValueError when there are no samples with a positive time.
     """
@@ -106,7 +108,7 @@ def fit_cost_model(
     if not steps:
         raise ValueError("no measured steps to fit a cost model to")
     mixed, mixed_fit = fit_mixed(steps)
-    prefills = [s for s in steps if not s.batch]
+    prefills = [s for s in prefills or steps if s.seconds > 0 and not s.batch]
     if len(prefills) >= MIN_SAMPLES:
         prefill, prefill_fit = fit_prefill(prefills)
     else:

@@ -10,23 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from array import array
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
-from typing import Final
+from contextlib import suppress
+from typing import Final, NamedTuple
 
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.model import KvHandle, SamplingParams, Slo
-from ampd.ports import (
-    Engine,
-    GenerateDone,
-    GenerateRequest,
-    PrefillRequest,
-    PrefillResult,
-    StepSample,
-    Tokens,
-    TokensOut,
-)
+from ampd.ports import Engine, StepSample, Tokens
+from ampd.profiling.load import EngineLoad, Stream, whole_prefill
 
 PREFILL_SHARE: Final = 0.4
 """Share of the budget for prefills alone; the rest is for decode and mixed steps."""
@@ -48,16 +37,17 @@ PROBE_PROMPT_TOKENS: Final = (16, 64, 32, 128, 256, 512, 16, 64, 32, 128, 256, 5
 """Prompts that are prefilled beside all streams."""
 STREAM_OUTPUT_TOKENS: Final = 512
 """A stream ends after so many tokens at the latest."""
-KV_SHARE: Final = 0.5
-"""Of the engine's KV that the measurement may hold at once."""
-SETTLE_POLL_S: Final = 0.01
-SETTLE_POLLS: Final = 100
-"""An aborted request frees what it held within a second (see `Engine`)."""
-PATIENT: Final = Slo(ttft_s=3600.0, itl_s=3600.0)
-"""Chunks are not to be bounded by an SLO while they are measured."""
 
 
-async def measure(engine: Engine, *, budget_s: float) -> list[StepSample]:
+class Measured(NamedTuple):
+    """What the engine did, oldest first."""
+
+    steps: list[StepSample]
+    prefills: list[StepSample]
+    """Prefills that were alone in the engine, each whole, in however many steps."""
+
+
+async def measure(engine: Engine, *, budget_s: float) -> Measured:
     """The steps of an otherwise idle engine, measured in about `budget_s` seconds at most.
 
     Raises what the engine raises, and ENGINE_FAILED when not one step could be measured in
@@ -66,65 +56,51 @@ async def measure(engine: Engine, *, budget_s: float) -> list[StepSample]:
     loop = asyncio.get_running_loop()
     start_s = loop.time()
     run = _Run(engine)
-    await run.prefill(run.prompt(SMALLEST_PREFILL_TOKENS))  # the first step of all is not typical
-    engine.take_step_samples()
+    await run.prefill(run.load.prompt(SMALLEST_PREFILL_TOKENS))  # the first of all is not typical
+    run.measured.steps.clear()
+    run.measured.prefills.clear()
     # The warm-up may have taken some of the share; at least half of it stays.
     share_s = PREFILL_SHARE * budget_s
     prefill_s = max(share_s - (loop.time() - start_s), share_s / 2)
     with suppress(TimeoutError):
         async with asyncio.timeout(prefill_s):
             await run.prefills(loop.time() + prefill_s)
-    await run.settle()
-    samples = list(engine.take_step_samples())
+    await run.load.settle()
+    run.take_steps()
     with suppress(TimeoutError):
         async with asyncio.timeout(budget_s - share_s):
             await run.streams()
-    await run.settle()
-    samples += engine.take_step_samples()
-    if not samples:
+    await run.load.settle()
+    run.take_steps()
+    if not run.measured.steps:
         raise AmpdError(
             ErrorReason.ENGINE_FAILED, f"no engine step could be measured in {budget_s:g} s"
         )
-    return samples
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One decoding stream: how far it is."""
-
-    tokens: int = 0
-    ended: bool = False
-    progress: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def reach(self, tokens: int) -> None:
-        """Wait for so many tokens, or the end."""
-        while self.tokens < tokens and not self.ended:
-            self.progress.clear()
-            await self.progress.wait()
+    return run.measured
 
 
 class _Run:
-    """The parts of one measurement, and the random prompts they share."""
+    """The parts of one measurement."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._random = random.Random()  # noqa: S311 - prompts that no cache knows, not secrets
-        self._requests = 0
-        info = engine.info
-        self._kv_tokens = int(KV_SHARE * info.kv_capacity_tokens)
+        # Prompts that no cache knows, not secrets.
+        self.load = EngineLoad(engine, random.Random())  # noqa: S311
+        self.measured = Measured([], [])
         self._longest_tokens = min(
-            info.max_model_tokens - 1, self._kv_tokens - 1, LARGEST_PREFILL_TOKENS
+            engine.info.max_model_tokens - 1, self.load.kv_tokens - 1, LARGEST_PREFILL_TOKENS
         )
 
-    def prompt(self, tokens: int) -> Tokens:
-        """Random tokens: nothing of them is in any cache."""
-        vocabulary = self._engine.info.vocab_size
-        return array("I", (self._random.randrange(vocabulary) for _ in range(tokens)))
+    def take_steps(self) -> list[StepSample]:
+        """The steps since the last call; they are measured."""
+        steps = list(self.load.engine.take_step_samples())
+        self.measured.steps.extend(steps)
+        return steps
 
     async def prefill(self, tokens: Tokens) -> None:
         """One prefill, nothing of which stays pinned."""
-        result = await self._prefill(tokens)
-        await self._release(result.kv)
+        result = await self.load.prefill(tokens)
+        await self.load.release(result.kv)
+        self._note_prefill()
 
     async def prefills(self, until_s: float) -> None:
         """Prefills of growing size while the next one fits into the time left."""
@@ -132,13 +108,14 @@ class _Run:
         size = SMALLEST_PREFILL_TOKENS
         while size + INCREMENT_TOKENS <= self._longest_tokens:
             begun_s = loop.time()
-            tokens = self.prompt(size)
-            result = await self._prefill(tokens)
+            tokens = self.load.prompt(size)
+            result = await self.load.prefill(tokens)
+            self._note_prefill()
             try:
                 if size >= HISTORY_FROM_TOKENS:
-                    await self.prefill(tokens + self.prompt(INCREMENT_TOKENS))
+                    await self.prefill(tokens + self.load.prompt(INCREMENT_TOKENS))
             finally:
-                await self._release(result.kv)
+                await self.load.release(result.kv)
             ended_s = loop.time()
             if ended_s + COST_GROWTH * (ended_s - begun_s) > until_s:
                 return
@@ -149,71 +126,37 @@ class _Run:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = []
-                streams: list[_Stream] = []
+                streams: list[Stream] = []
                 held_tokens = 0
                 try:
                     for prompt_tokens in STREAM_PROMPT_TOKENS:
                         output_tokens = self._output_tokens(prompt_tokens)
                         held_tokens += prompt_tokens + output_tokens
-                        if output_tokens <= 0 or (streams and held_tokens > self._kv_tokens):
+                        if output_tokens <= 0 or (streams and held_tokens > self.load.kv_tokens):
                             break
-                        stream = _Stream()
+                        stream = Stream()
                         streams.append(stream)
-                        request = self._generate(prompt_tokens, output_tokens)
-                        tasks.append(group.create_task(self._follow(request, stream)))
+                        prompt = self.load.prompt(prompt_tokens)
+                        request = self.load.request(prompt, output_tokens)
+                        tasks.append(group.create_task(self.load.follow(request, stream)))
                         await stream.reach(1 + STEPS_PER_BATCH)
                     for prompt_tokens in PROBE_PROMPT_TOKENS:
-                        if held_tokens + prompt_tokens <= self._kv_tokens and (
+                        if held_tokens + prompt_tokens <= self.load.kv_tokens and (
                             prompt_tokens < self._longest_tokens
                         ):
-                            await self._follow(self._generate(prompt_tokens, 1), _Stream())
+                            request = self.load.request(self.load.prompt(prompt_tokens), 1)
+                            await self.load.follow(request, Stream())
                 finally:
                     for task in tasks:
                         task.cancel()
         except ExceptionGroup as group_error:
             raise group_error.exceptions[0] from group_error
 
-    async def settle(self) -> None:
-        """Wait until what was cancelled has left the engine, for a bounded time."""
-        for _ in range(SETTLE_POLLS):
-            stats = self._engine.stats()
-            if not stats.running_requests + stats.waiting_requests:
-                return
-            await asyncio.sleep(SETTLE_POLL_S)
-
     def _output_tokens(self, prompt_tokens: int) -> int:
         return min(STREAM_OUTPUT_TOKENS, self._longest_tokens - prompt_tokens)
 
-    def _generate(self, prompt_tokens: int, output_tokens: int) -> GenerateRequest:
-        return GenerateRequest(
-            request_id=self._request_id(),
-            tokens=self.prompt(prompt_tokens),
-            kv=None,
-            sampling=SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
-            slo=PATIENT,
-        )
-
-    async def _follow(self, request: GenerateRequest, stream: _Stream) -> None:
-        """Read a generation to its end; leaving early aborts it."""
-        try:
-            async with aclosing(self._engine.generate(request)) as events:
-                async for event in events:
-                    if isinstance(event, TokensOut):
-                        stream.tokens += len(event.token_ids)
-                        stream.progress.set()
-                    elif isinstance(event, GenerateDone):
-                        await self._release(event.kv)
-        finally:
-            stream.ended = True
-            stream.progress.set()
-
-    async def _prefill(self, tokens: Tokens) -> PrefillResult:
-        request = PrefillRequest(self._request_id(), tokens, history=None)
-        return await self._engine.prefill(request)
-
-    async def _release(self, kv: KvHandle) -> None:
-        await asyncio.shield(self._engine.release(kv))  # also when the time is up just now
-
-    def _request_id(self) -> str:
-        self._requests += 1
-        return f"measure-{self._requests}"
+    def _note_prefill(self) -> None:
+        """The prefill that has just ended was the only work."""
+        whole = whole_prefill(self.take_steps())
+        if whole is not None:
+            self.measured.prefills.append(whole)

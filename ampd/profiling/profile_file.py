@@ -43,7 +43,7 @@ class Profile:
     tp: int = 1
     fit: FitReport = FitReport()
     samples: tuple[StepSample, ...] = ()
-    """Steps that the cost model was fitted to; one without decodes is a whole prefill."""
+    """Steps that the cost model was fitted to."""
     held_out: tuple[StepSample, ...] = ()
     """Steps that the fit has not seen: its errors are those on them."""
     kv_samples: tuple[KvSample, ...] = ()
@@ -121,7 +121,7 @@ def _require_known(path: Path, at: str, raw: dict[str, Any], kind: type) -> None
             raise _wrong(path, f"{at}{name}", f"unknown field; known: {', '.join(known)}")
         if isinstance(value, dict):
             for part in get_args(known[name]) or (known[name],):  # of a union: its table
-                if is_dataclass(part):
+                if isinstance(part, type) and is_dataclass(part):
                     _require_known(path, f"{at}{name}.", value, part)
 
 

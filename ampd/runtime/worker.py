@@ -155,13 +155,13 @@ async def cost_model(engine: Engine, settings: WorkerSettings) -> CostModel:
             except (AmpdError, OSError) as error:
                 log.warning("profile_ignored", path=str(kept), error=str(error))
     started_s = time.monotonic()
-    samples = await measure(engine, budget_s=settings.measure_budget_s)
+    measured = await measure(engine, budget_s=settings.measure_budget_s)
     link = KvCost(LINK_START_S, engine.info.kv_bytes_per_token / LINK_BYTES_PER_S)
-    cost, report = fit_cost_model(samples, kv=link)
+    cost, report = fit_cost_model(measured.steps, prefills=measured.prefills, kv=link)
     log.info(
         "measured",
         seconds=round(time.monotonic() - started_s, 2),
-        samples=len(samples),
+        samples=len(measured.steps),
         median_error=round(report.mixed.median_error, 3),
     )
     if kept is not None:
@@ -172,7 +172,7 @@ async def cost_model(engine: Engine, settings: WorkerSettings) -> CostModel:
             tp=tp,
             cost=cost,
             fit=report,
-            samples=tuple(samples),
+            samples=tuple(measured.steps),
             provenance=_provenance(),
         )
         write_profile(kept, profile)

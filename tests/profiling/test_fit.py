@@ -111,6 +111,22 @@ def test_no_bend_rests_on_neighbouring_sizes() -> None:
     assert all(at <= 2 for at, _ in fitted.decode.hinges)
 
 
+def test_whole_prefills_are_what_t_pre_is() -> None:
+    """In steps of 256 tokens a prefill pays the start of each."""
+    steps, prefills = [], []
+    for count in (1, 2, 4, 8):
+        parts = [
+            StepSample(256, 256 * i, 0, 0, TRUTH.t_mixed(256, 256 * i, 0, 0)) for i in range(count)
+        ]
+        steps += parts
+        prefills.append(StepSample(256 * count, 0, 0, 0, sum(part.seconds for part in parts)))
+    whole, _ = fit_cost_model(steps, prefills=prefills)
+    for prefill in prefills:
+        assert whole.t_pre(0, prefill.chunk_tokens) == pytest.approx(prefill.seconds, rel=0.01)
+    by_steps, _ = fit_cost_model(steps)
+    assert by_steps.t_pre(0, 2048) < 0.98 * prefills[-1].seconds
+
+
 def test_functions_without_samples_are_read_off_the_mixed_steps() -> None:
     only_mixed = [s for s in mixed_samples() if s.batch and s.chunk_tokens]
     fitted, report = fit_cost_model(only_mixed)

@@ -35,7 +35,7 @@ async def test_measures_steps_of_every_kind_in_time(
     engine = SteppingEngine(cost)
     engines.append(engine)
     start_s = time.monotonic()
-    samples = await measure(engine, budget_s=budget_s)
+    samples, prefills = await measure(engine, budget_s=budget_s)
     assert time.monotonic() - start_s < budget_s + 0.5
     assert_clean(engine)
     assert any(not s.batch for s in samples)
@@ -43,11 +43,12 @@ async def test_measures_steps_of_every_kind_in_time(
     assert any(s.batch and s.chunk_tokens for s in samples)
     assert len({s.batch for s in samples}) > 2
     assert any(s.chunk_history_tokens for s in samples) or cost is SLOW
-    fitted, report = fit_cost_model(samples)
+    fitted, report = fit_cost_model(samples, prefills=prefills)
     for chunk, history, batch, context in ((0, 0, 4, 400), (128, 0, 4, 400), (64, 128, 2, 200)):
         expected = cost.t_mixed(chunk, history, batch, context)
         assert fitted.t_mixed(chunk, history, batch, context) == pytest.approx(expected, rel=0.1)
     assert report.mixed.median_error < 0.01
+    assert prefills == [s for s in samples if not s.batch][: len(prefills)]  # one step each, here
 
 
 async def test_a_fast_engine_is_done_early(engines: list[SteppingEngine]) -> None:
@@ -64,7 +65,7 @@ async def test_keeps_within_a_small_engine(
 ) -> None:
     engine = SteppingEngine(FAST, capacity=capacity, longest=longest)
     engines.append(engine)
-    samples = await measure(engine, budget_s=2.0)
+    samples, _ = await measure(engine, budget_s=2.0)
     assert engine.most_pinned_tokens <= capacity  # a history and its increment share blocks
     assert_clean(engine)
     fit_cost_model(samples)
