@@ -239,15 +239,19 @@ def write_back(
     `stored`; None: nothing is to be written any more.
 
     `settled`: as the round left it; None: discarded, with `resumable` as in `discard`.
-    `answer_missing`: the store has no answer under the round's request_id. Another round that
-    has begun meanwhile wins; a mark of this very attempt ends here.
+    `answer_missing`: the store has no answer under the round's request_id. A round that has
+    settled stays, whatever has begun without knowing of it: that one finds its mark gone. Behind
+    a discarded one, another that has begun meanwhile goes on. A mark of this very attempt ends
+    here.
     """
-    marked = stored.running is not None and stored.running.attempt_id == attempt_id
-    if stored.state is SessionState.CLOSED or (stored.running is not None and not marked):
+    if stored.state is SessionState.CLOSED:
         return None
     version = stored.version + 1
     if settled is not None and stored.rounds < settled.rounds:
         return replace(settled, version=version)
+    marked = stored.running is not None and stored.running.attempt_id == attempt_id
+    if stored.running is not None and not marked:
+        return None
     # Nothing to settle, or the home has published the round meanwhile.
     if settled is None:
         if not marked:

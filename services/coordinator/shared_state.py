@@ -306,8 +306,8 @@ class SharedState:
             self._recent.append(replace(ended, since_s=self._clock()))
             return
         self._write_later(ended)
-        self.detach(round_, settled)
-        del self._detached[settled.session_id]
+        round_.detached, round_.session = True, settled
+        self._note_end(ended, settled)
 
     async def _settle_behind(self, ended: PendingWrite) -> bool | None:
         """Whether the round's end got into a store that had forgotten its beginning, or that its
@@ -322,7 +322,7 @@ class SharedState:
             if stored.running is None and stored.rounds == settled.rounds:
                 same_home = stored.home == settled.home
                 return same_home and stored.history_tokens == settled.history_tokens
-            # Unless another round has begun, this one is the next.
+            # A round that has settled stays, whatever has begun without knowing of it.
             record = lifecycle.write_back(stored, settled, ended.attempt_id)
             return record is not None and await self._store.compare_and_set(
                 record, stored.version, ended.writes
@@ -334,8 +334,8 @@ class SharedState:
     async def discard(self, round_: Round, writes: SessionWrites) -> bool:
         """The round ended without a result; whether the session is closed."""
         session_id, resumable = round_.session.session_id, writes.replay_request_id
-        self._detached.pop(session_id, None)
         ended = PendingWrite(session_id, round_.attempt_id, None, writes, self._clock())
+        self._forget_detached(ended)
         for attempt in range(WRITE_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(WRITE_RETRY_S)
@@ -348,9 +348,8 @@ class SharedState:
                 return closed
         if round_.session.running is not None:
             now_unix_s = round_.session.last_used_unix_s
-            self._note(
-                lifecycle.discard(round_.session, resumable=resumable, now_unix_s=now_unix_s)
-            )
+            idle = lifecycle.discard(round_.session, resumable=resumable, now_unix_s=now_unix_s)
+            self._note_end(ended, idle)
         try:
             self._write_later(ended)
         except AmpdError as full:
@@ -479,6 +478,19 @@ class SharedState:
         if len(self._sessions) > MAX_KNOWN_SESSIONS:
             self._sessions.popitem(last=False)
 
+    def _note_end(self, ended: PendingWrite, record: SessionRecord) -> None:
+        """What the session is behind an attempt's end, unless this coordinator has seen it go
+        on: an end may have waited for the store while the same request was answered again."""
+        self._forget_detached(ended)
+        known = self._sessions.get(ended.session_id)
+        behind = known is None or known.rounds < record.rounds
+        if behind or _is_marked(known, ended.attempt_id):
+            self._note(record)
+
+    def _forget_detached(self, ended: PendingWrite) -> None:
+        if _is_marked(self._detached.get(ended.session_id), ended.attempt_id):
+            del self._detached[ended.session_id]
+
     def _failed(self, error: AmpdError) -> None:
         if error.reason is ErrorReason.STORE_UNAVAILABLE:
             self._down = True
@@ -487,6 +499,15 @@ class SharedState:
         if self._down:
             self._down = False
             self._recovered_s = self._clock()
+
+
+def _is_marked(record: SessionRecord | None, attempt_id: str) -> bool:
+    """Whether that attempt is the session's running one."""
+    return (
+        record is not None
+        and record.running is not None
+        and record.running.attempt_id == attempt_id
+    )
 
 
 def _incomplete() -> AmpdError:

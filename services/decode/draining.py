@@ -107,6 +107,9 @@ class HomeDrain:
                 await self._mover.move(session_id, "", with_kv=False)
         except AmpdError as error:
             log.info("drain_move_failed", session=session_id, reason=error.reason)
+            if error.reason is ErrorReason.STORE_UNAVAILABLE:
+                # Then it may lack the session's last round as well: that is waited for.
+                self._home.doubt(session_id)
             if error.reason is ErrorReason.NO_DECODE_WORKER:
                 self._nowhere = True
             else:

@@ -503,6 +503,13 @@ class Home:
         """Whether the store has restarted since the session's last round settled here."""
         return session.store_life != self._store_life
 
+    def doubt(self, session_id: str) -> None:
+        """The store does not answer for the session: it may lack what settled here."""
+        session = self._sessions.get(session_id)
+        if session is not None and self.is_unconfirmed(session):
+            session.doubtful = True
+            self.doubts.set()
+
     def is_unconfirmed(self, session: ResidentSession) -> bool:
         """Whether rounds have settled here that the store is not known to have."""
         return self.is_doubtful(session) or session.confirmed_rounds < session.rounds
@@ -536,12 +543,16 @@ class Home:
         self._unpin(self._sessions[session_id])
 
     def _make_room_for_a_session(self) -> None:
-        """Forget the least recently used paused session: the store has its tokens."""
-        paused = [session for session in self._sessions.values() if session.paused]
+        """Forget the least recently used paused session, of those whose tokens the store has."""
+        paused = [
+            session
+            for session in self._sessions.values()
+            if session.paused and not self.is_doubtful(session)
+        ]
         if not paused:
             raise AmpdError(
                 ErrorReason.QUEUE_FULL,
-                f"{self._worker_id} runs rounds of {len(self._sessions)} sessions",
+                f"{self._worker_id} cannot let go of any of its {len(self._sessions)} sessions",
                 retry_after_s=1.0,
             )
         self._drop(min(paused, key=lambda session: session.last_used_s))

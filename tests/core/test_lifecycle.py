@@ -105,7 +105,7 @@ def test_a_discarded_round_can_be_resumed_until_another_begins() -> None:
     assert settle(begin(discarded, running())).resumable == ""
 
 
-def test_a_missed_end_is_written_back_unless_another_round_has_begun() -> None:
+def test_a_missed_end_is_written_back() -> None:
     attempt = running().attempt_id
     settled = settle(RUNNING)
     missed = lifecycle.write_back(RUNNING, settled, attempt)
@@ -114,8 +114,13 @@ def test_a_missed_end_is_written_back_unless_another_round_has_begun() -> None:
     assert missed.version == RUNNING.version + 1
     # A store that has forgotten the mark as well.
     assert lifecycle.write_back(IDLE, settled, attempt) is not None
+    # Whatever has begun without knowing of it loses its mark; behind a discarded one it goes on.
     another = begin(IDLE, replace(running(), request_id="x", attempt_id="x"))
-    assert lifecycle.write_back(another, settled, attempt) is None
+    over = lifecycle.write_back(another, settled, attempt)
+    assert over is not None
+    assert (over.rounds, over.running) == (settled.rounds, None)
+    assert over.version == another.version + 1
+    assert lifecycle.write_back(another, None, attempt) is None
     assert lifecycle.write_back(CLOSED, settled, attempt) is None
     # Published by its home meanwhile: only the answer may be missing.
     assert lifecycle.write_back(settled, settled, attempt) is None

@@ -28,6 +28,7 @@ from ampd.core.model import (
 from ampd.ports import PrefillRequest, PrefillResult, SessionWrites
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.operations import Operations
+from services.decode import draining
 from services.decode.draining import HomeDrain
 from services.decode.reconciling import Reconciler
 from services.decode.settings import HomeLimits
@@ -667,14 +668,19 @@ async def test_a_drain_moves_without_kv_where_there_is_no_room() -> None:
         await m.settled()
 
 
-async def test_a_drain_without_a_store_ends() -> None:
+async def test_a_drain_waits_for_a_store_that_is_down_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draining, "STORE_WAIT_S", 0.5)
     async with moves("b") as m:
 
         async def down(session_id: str) -> SessionRecord | None:
             raise AmpdError(ErrorReason.STORE_UNAVAILABLE, "down")
 
         m.store.get_session = down  # type: ignore[method-assign]
+        begun_s = time.monotonic()
         drain = await drained(m)
+        assert time.monotonic() - begun_s >= draining.STORE_WAIT_S
         assert drain.status().sessions == 1
         assert m.resident("a")
 

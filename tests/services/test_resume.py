@@ -213,6 +213,31 @@ async def test_rounds_end_during_an_outage_and_are_written_back() -> None:
         assert again.finished == Outcome(events).finished
 
 
+async def test_an_attempt_that_was_left_ends_behind_the_round_that_it_became() -> None:
+    """In an outage its end waits: meanwhile the same request has been answered, and the session
+    has gone on. None of it is taken back, here or in the store, which has the attempt's mark."""
+    async with in_process("d0", coordinators=0) as cluster, asyncio.timeout(20):
+        store = await outage_cluster(cluster)
+        session_id = await cluster.new_session()
+        await run(cluster.coordinators[0], request(session_id))
+        asked = {"max_tokens": 12, "request_id": "r"}
+        _, left = await start(cluster.coordinators[0], session_id, 5, **asked)
+        store.down = True
+        left.cancel()
+        outcome = await run(cluster.coordinators[0], request(session_id, **asked))
+        assert outcome.finished.history_tokens == 24 + 20 + 12
+        assert not left.done()
+        await asyncio.wait([left])
+        outcome = await run(cluster.coordinators[0], request(session_id, request_id="s"))
+        assert outcome.placed.history_tokens == 56
+        store.down = False
+        while cluster.states[0].pending_writes:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        record = await cluster.record(session_id)
+        assert (record.rounds, record.history_tokens, record.running) == (3, 80, None)
+        assert len(await store.read_history(session_id, 0, 80)) == 80
+
+
 async def test_a_session_is_told_as_its_rounds_have_ended_after_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
