@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from ampd.core.cost_model import CostModel
 
 
@@ -322,9 +324,9 @@ class BindDecision:
     footprint_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class RouteCandidate:
-    """One place that was considered, with its predicted times in seconds."""
+class RouteCandidate(msgspec.Struct, frozen=True):
+    """One place that was considered, with its predicted times in seconds. A decision makes nine:
+    as frozen dataclasses they would take a quarter of its time."""
 
     worker_id: str
     route: Route

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final
 
 from ampd.core.cost_model import CostModel
@@ -66,6 +67,8 @@ _MASK_64: Final = (1 << 64) - 1
 _Remote = tuple[float, str, float, float, float, float, float]
 """A prefill worker under consideration: (rank, worker id, queue, read, compute, return,
 statistic), seconds but for the id. Tuples sort as they should and cost next to nothing."""
+_WORKER_ID: Final = itemgetter(1)
+_QUEUE_AND_WORKER_ID: Final = itemgetter(2, 1)
 
 
 def route(
@@ -87,13 +90,12 @@ def route(
     local = _local(task, home, literal=literal)
     if policy.name == ALWAYS_LOCAL:
         return _to_home(local, RouteReason.ALWAYS_LOCAL, policy, [], home.age_s)
-    remotes = _remotes(task, home, prefill_workers, literal=literal)
-    age_s = max(home.age_s, max((view.age_s for view in prefill_workers), default=0.0))
+    remotes, age_s = _remotes(task, home, prefill_workers, literal=literal)
     if not remotes:
         return _to_home(local, RouteReason.NO_PREFILL_WORKER, policy, [], age_s)
     if paper:
         if literal:
-            remotes.sort(key=_worker_id)
+            remotes.sort(key=_WORKER_ID)
             remotes = _shuffled(remotes, tie_seed)
         else:
             remotes.sort()
@@ -111,11 +113,11 @@ def route(
         remotes.sort()
         return _to_home(local, RouteReason.MOSTLY_CACHED, policy, remotes, age_s)
     if policy.settings.get("choice") == ROUND_ROBIN:
-        remotes.sort(key=_worker_id)
+        remotes.sort(key=_WORKER_ID)
         turn = tie_seed % len(remotes)
         remotes = remotes[turn:] + remotes[:turn]
         return _to_prefill(0, RouteReason.ROUND_ROBIN, policy, local, remotes, age_s)
-    remotes.sort(key=lambda remote: (remote[2], remote[1]))
+    remotes.sort(key=_QUEUE_AND_WORKER_ID)
     return _to_prefill(0, RouteReason.LEAST_LOADED, policy, local, remotes, age_s)
 
 
@@ -160,10 +162,11 @@ def _cheapest(
     local: RouteCandidate, remotes: list[_Remote], policy: PolicySpec, age_s: float
 ) -> RouteDecision:
     """The smallest predicted TTFT of all places."""
-    cheapest = min(range(len(remotes)), key=lambda index: remotes[index][:2])
-    if (local.total_s, local.worker_id) <= remotes[cheapest][:2]:
+    cheapest = min(remotes)
+    if (local.total_s, local.worker_id) <= cheapest[:2]:
         return _to_home(local, RouteReason.CHEAPEST_LOCAL, policy, remotes, age_s)
-    return _to_prefill(cheapest, RouteReason.CHEAPEST_REMOTE, policy, local, remotes, age_s)
+    index = remotes.index(cheapest)
+    return _to_prefill(index, RouteReason.CHEAPEST_REMOTE, policy, local, remotes, age_s)
 
 
 def _mostly_cached(task: RouteTask, home: WorkerView, policy: PolicySpec) -> bool:
@@ -182,39 +185,37 @@ def _mostly_cached(task: RouteTask, home: WorkerView, policy: PolicySpec) -> boo
 
 def _remotes(
     task: RouteTask, home: WorkerView, workers: Sequence[WorkerView], *, literal: bool
-) -> list[_Remote]:
-    """The workers that can take the task, ranked by predicted TTFT, with its parts."""
+) -> tuple[list[_Remote], float]:
+    """The workers that can take the task, ranked by predicted TTFT, with its parts; and the age
+    of the oldest load. The hot loop of a decision."""
     history, increment = task.history_tokens, task.increment_tokens
+    needed, cached_tokens = history + increment, task.cached_tokens
     return_s = _cost(home).t_kv(increment)
-    remotes = []
+    remotes: list[_Remote] = []
     known_cost: CostModel | None = None
-    compute_s = 0.0
+    compute_s = history_s = 0.0
+    age_s = home.age_s
     for view in workers:
         info, load = view.info, view.load
-        cost = info.cost
-        if cost is None or load.draining:
-            continue
-        if 0 < info.kv_capacity_tokens < history + increment:
+        if age_s < view.age_s:
+            age_s = view.age_s
+        cost, name = info.cost, info.worker_id
+        if cost is None or load.draining or 0 < info.kv_capacity_tokens < needed:
             continue
         if cost is not known_cost:  # workers of one kind may share one object
-            known_cost, compute_s = cost, cost.t_pre(history, increment)
-        queue_s = load.queued_prefill_s
-        if literal:
-            read_s = cost.t_kv(history)
-            total_s = compute_s + read_s + return_s + queue_s
-            statistic_s = load.ttft_window_s
-        else:
-            cached = task.cached_tokens.get(info.worker_id, 0)
+            known_cost = cost
+            compute_s, history_s = cost.t_pre(history, increment), cost.t_kv(history)
+        queue_s, read_s, statistic_s = load.queued_prefill_s, history_s, load.ttft_window_s
+        if not literal:
+            if name in cached_tokens:
+                read_s = cost.t_kv(max(0, history - cached_tokens[name]))
             # The read overlaps the computation of what is queued before.
-            read_s = cost.t_kv(history - cached) - queue_s if history > cached else 0.0
-            if read_s < 0:
-                read_s = 0.0
-            total_s = compute_s + read_s + return_s + queue_s
-            statistic_s = load.ttft_window_s
-            if statistic_s < total_s:
-                statistic_s = total_s
-        remotes.append((total_s, info.worker_id, queue_s, read_s, compute_s, return_s, statistic_s))
-    return remotes
+            read_s = read_s - queue_s if read_s > queue_s else 0.0
+        total_s = compute_s + read_s + return_s + queue_s
+        if statistic_s < total_s and not literal:
+            statistic_s = total_s
+        remotes.append((total_s, name, queue_s, read_s, compute_s, return_s, statistic_s))
+    return remotes, age_s
 
 
 def _local(task: RouteTask, home: WorkerView, *, literal: bool) -> RouteCandidate:
@@ -254,7 +255,7 @@ def _to_home(
         reason,
         policy.name,
         local.total_s,
-        (local, *map(_candidate, remotes[:MAX_CANDIDATES])),
+        (local, *_candidates(remotes[:MAX_CANDIDATES])),
         (),
         age_s,
     )
@@ -271,25 +272,25 @@ def _to_prefill(
     """To `remotes[index]`; the others are its fallbacks in their order."""
     chosen = remotes[index]
     others = remotes[:index] + remotes[index + 1 :]
-    first = _candidate(chosen)
+    (first,) = _candidates((chosen,))
     return RouteDecision(
         Route.REMOTE,
         first.worker_id,
         reason,
         policy.name,
         first.total_s,
-        (first, local, *map(_candidate, others[: MAX_CANDIDATES - 1])),
+        (first, local, *_candidates(others[: MAX_CANDIDATES - 1])),
         tuple(other[1] for other in others[:MAX_FALLBACKS]),
         age_s,
     )
 
 
-def _candidate(remote: _Remote) -> RouteCandidate:
-    return RouteCandidate(remote[1], Route.REMOTE, *remote[2:])
-
-
-def _worker_id(remote: _Remote) -> str:
-    return remote[1]
+def _candidates(remotes: Sequence[_Remote]) -> list[RouteCandidate]:
+    route_ = Route.REMOTE
+    return [
+        RouteCandidate(name, route_, queue_s, read_s, compute_s, return_s, statistic_s)
+        for _, name, queue_s, read_s, compute_s, return_s, statistic_s in remotes
+    ]
 
 
 def _shuffled(remotes: list[_Remote], seed: int) -> list[_Remote]:
