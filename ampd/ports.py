@@ -349,8 +349,8 @@ class StateStore(Protocol):
     ) -> bool:
         """Replace the session's record if its version is `expected_version`. A record in
         state CLOSED removes the session's tokens and rounds; the record itself stays for a
-        while, so that a repeated close finds it. AmpdError INTERNAL when the tokens would
-        leave a hole behind the stored ones."""
+        while, so that a repeated close finds it, and no open one replaces it. AmpdError
+        INTERNAL when the tokens would leave a hole behind the stored ones."""
         ...
 
     async def list_sessions(self, tenant: str, page_size: int, page_token: str) -> SessionPage:

@@ -181,16 +181,18 @@ class MemoryStateStore:
         session = self._open.get(session_id) or self._closed.get(session_id)
         if session is None or session.record.version != expected_version:
             return False
+        closed = record.state is SessionState.CLOSED
+        if session.record.state is SessionState.CLOSED and not closed:
+            return False
         writes = writes or SessionWrites()
         if writes.tokens and writes.tokens_offset > len(session.tokens):
             raise history_hole(session_id, writes.tokens_offset)
-        if record.state is SessionState.CLOSED:
+        if closed:
             self._open.pop(session_id)
             self._closed.put(session_id, _Session(record))
         else:
             session.record = record
             self._write(session, writes)
-            self._closed.pop(session_id)
             self._open.put(session_id, session)
         if writes.replay is not None:
             self._replays.put((session_id, writes.replay_request_id), writes.replay)

@@ -166,15 +166,20 @@ COMPARE_AND_SET: Final = Script(
 --       7 '1': closed, 8 tokens offset in bytes, 9 tokens ('': none), 10 round_index ('': none),
 --       11 round, 12 rounds kept, 13 replay, 14 replay ttl_ms.
 -- Returns 1: swapped, 0: another version holds, -1: the tokens would leave a hole.
-local held = redis.call('HMGET', KEYS[1], 'version', 'writer')
+local held = redis.call('HMGET', KEYS[1], 'version', 'writer', 'closed')
 if held[1] ~= ARGV[2] then
   -- The client sends a write again when the connection broke before the answer came.
   return held[2] == ARGV[5] and 1 or 0
 end
+if held[3] == '1' and ARGV[7] ~= '1' then
+  -- Of a store that has lost its last writes, two versions may have one number.
+  return 0
+end
 if ARGV[9] ~= '' and redis.call('STRLEN', KEYS[2]) < tonumber(ARGV[8]) then
   return -1
 end
-redis.call('HSET', KEYS[1], 'version', ARGV[3], 'record', ARGV[4], 'writer', ARGV[5])
+redis.call('HSET', KEYS[1], 'version', ARGV[3], 'record', ARGV[4], 'writer', ARGV[5],
+  'closed', ARGV[7])
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 if ARGV[7] == '1' then
   redis.call('DEL', KEYS[2], KEYS[3])

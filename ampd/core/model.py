@@ -457,7 +457,8 @@ class RoundOrder:
     created_s: float
     reason: RouteReason
     history: array[int] | None = None
-    """The first `keep_history_tokens` token ids: only for a session that the home lacks."""
+    """The first `keep_history_tokens` token ids: only for a session that is new to the home, or
+    that it lacks. What it holds beyond or instead of them is void."""
     targets: tuple[PrefillTarget, ...] = ()
     footprint_tokens: int = 0
     """KV that the session is expected to need in all."""

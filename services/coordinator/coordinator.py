@@ -447,7 +447,8 @@ class Coordinator:
             said_tokens=len(round_.output.token_ids),
         )
         order = self._placer.order(round_, decision, home)
-        if home.bind is not None and order.keep_history_tokens:
+        if home.bind is not None:
+            # Even one of no tokens says that what the home may hold of the session is void.
             order = await self._with_history(order)
         return order
 

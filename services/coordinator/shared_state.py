@@ -299,6 +299,10 @@ class SharedState:
                         break
                     if not behind:
                         raise
+                elif error.reason is ErrorReason.INTERNAL:
+                    # The store has lost tokens in front of it: it gets all from the home first.
+                    log.warning("settle_refused", session=settled.session_id, error=error.message)
+                    break
                 elif error.reason is not ErrorReason.STORE_UNAVAILABLE:
                     raise
                 else:
@@ -411,6 +415,9 @@ class SharedState:
                 log.error("write_given_up", session=session_id, attempt=write.attempt_id)
             elif not await self._write_back(write):
                 return
+            else:
+                # A store that restarts once more may lose it again.
+                self._recent.append(replace(write, since_s=self._clock()))
             pending.popleft()
         del self._pending[session_id]
 
@@ -448,7 +455,6 @@ class SharedState:
             return False
         if written:
             self._note(record)
-            self._recent.append(replace(write, since_s=self._clock()))
         return written
 
     async def _write_session_again(self, write: PendingWrite, stored: SessionRecord | None) -> bool:

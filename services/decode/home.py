@@ -274,12 +274,17 @@ class Home:
     def _resident(self, order: RoundOrder) -> ResidentSession:
         """The session as this order knows it: resident, or (re)opened from the order."""
         session = self._sessions.get(order.session_id)
-        keep = order.keep_history_tokens
+        keep, history = order.keep_history_tokens, order.history
         if (
             session is not None
             and session.rounds == order.round_index
-            and len(session.tokens) >= keep
+            and (
+                len(session.tokens) >= keep if history is None else session.tokens[:keep] == history
+            )
         ):
+            if history is not None:
+                # A copy of as many rounds need not have had the same last one.
+                session.tokens = history
             return session
         if order.history is None and keep > 0:
             raise AmpdError(

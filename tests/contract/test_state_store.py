@@ -446,6 +446,9 @@ async def test_closing_leaves_the_record_alone(store: StateStore) -> None:
     assert (await store.list_sessions("acme", 10, "")).sessions == ()
     with pytest.raises(AmpdError):
         await store.read_history("s-1", 0, 1)
+    # A writer that counts on another record of that version: a store may lose its last ones.
+    assert not await store.compare_and_set(next_version(closed, state=SessionState.IDLE), 3)
+    assert await store.get_session("s-1") == closed
 
 
 async def test_an_idle_session_expires_with_all_it_had(open_store: Open) -> None:

@@ -77,6 +77,29 @@ async def test_of_two_orders_at_once_the_second_is_the_newer() -> None:
         assert home._ledger.running_tokens == 0
 
 
+@pytest.mark.parametrize("keep", [0, 15])
+async def test_a_copy_of_as_many_rounds_is_not_the_session(keep: int) -> None:
+    """The home settled a round that its coordinator took for lost; another one became the
+    session's, elsewhere. Whether the order that binds it here again ends well or not, its history
+    is the order's."""
+    async with in_process("d0") as cluster, asyncio.timeout(5):
+        local = cluster.homes["d0"]
+        await events_of(local.home, order())
+        history = array("I", range(500, 500 + keep))
+        wanted = replace(
+            order(400), request_id="s", round_index=1, keep_history_tokens=keep, history=history
+        )
+        async with aclosing(local.home.run_round(wanted)) as events:
+            await anext(events)
+        session = local.home.session("s")
+        assert session is None or session.tokens == history
+        await events_of(local.home, replace(wanted, sampling=SamplingParams(max_tokens=4)))
+        session = local.home.session("s")
+        assert session is not None
+        assert session.tokens[: keep + 20] == history + wanted.increment
+        local.home._ledger.check()
+
+
 async def test_a_release_beside_its_order_frees_all() -> None:
     async with in_process("d0") as cluster, asyncio.timeout(5):
         local = cluster.homes["d0"]
