@@ -8,8 +8,9 @@ to what it reads. (Those of other coordinators show with the next heartbeat.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from ampd.core.model import WorkerLoad, WorkerView
@@ -34,60 +35,91 @@ class RecentPlacements:
     """A coordinator's own placements, as long as loads may not show them."""
 
     def __init__(self) -> None:
-        self._placements: deque[Placement] = deque(maxlen=MAX_PLACEMENTS)
+        self._placements: deque[Placement] = deque()
+        self._workers: dict[str, _PlacedOnWorker] = {}
 
     def add(self, placement: Placement) -> None:
         """Remember a placement; instants never go back."""
         self._placements.append(placement)
+        placed = self._workers.get(placement.worker_id)
+        if placed is None:
+            placed = self._workers[placement.worker_id] = _PlacedOnWorker()
+        placed.add(placement)
+        if len(self._placements) > MAX_PLACEMENTS:
+            oldest = self._placements.popleft()
+            placements = self._workers[oldest.worker_id].placements
+            placements.popleft()
+            if not placements:
+                del self._workers[oldest.worker_id]
 
     def shown_in(self, views: Iterable[WorkerView], now_s: float) -> tuple[WorkerView, ...]:
         """The views with the placements that their loads do not show."""
-        views = tuple(views)
-        oldest_s = now_s - max((view.age_s for view in views), default=0.0) - SETTLE_S
-        while self._placements and self._placements[0].placed_s < oldest_s:
-            self._placements.popleft()
-        if not self._placements:
-            return views
-        by_worker: dict[str, list[Placement]] = {}
-        for placement in self._placements:
-            by_worker.setdefault(placement.worker_id, []).append(placement)
         shown = []
         for view in views:
-            placements = by_worker.get(view.info.worker_id)
-            shown.append(_with_placements(view, placements, now_s) if placements else view)
+            placed = self._workers.get(view.info.worker_id)
+            if placed is not None:
+                load = placed.shown_in(view.load, now_s - view.age_s - SETTLE_S)
+                if load is not view.load:
+                    view = WorkerView(view.info, load, view.age_s)
+            shown.append(view)
         return tuple(shown)
 
 
-def _with_placements(view: WorkerView, placements: Sequence[Placement], now_s: float) -> WorkerView:
-    """The view with those of its worker's placements that its load does not show."""
-    published_s = now_s - view.age_s - SETTLE_S
+class _PlacedOnWorker:
+    """The placements on one worker, the oldest first: at least one."""
+
+    def __init__(self) -> None:
+        self.placements: deque[Placement] = deque()
+        # Most decisions see a worker as the one before did: what it was shown then.
+        self._published: WorkerLoad | None = None
+        self._count = 0
+        self._shown = WorkerLoad()
+
+    def add(self, placement: Placement) -> None:
+        self.placements.append(placement)
+        self._published = None
+
+    def shown_in(self, load: WorkerLoad, published_s: float) -> WorkerLoad:
+        """The load with the placements since then; the same object when there are none."""
+        count = 0
+        for placement in reversed(self.placements):
+            if placement.placed_s < published_s:
+                break
+            count += 1
+        if not count:
+            return load
+        if load is not self._published or count != self._count:
+            newest = islice(self.placements, len(self.placements) - count, None)
+            self._published, self._count = load, count
+            self._shown = _with_placements(load, newest)
+        return self._shown
+
+
+def _with_placements(load: WorkerLoad, placements: Iterable[Placement]) -> WorkerLoad:
     tasks = reserved_tokens = 0
     prefill_s = 0.0
     for placement in placements:
-        if placement.placed_s >= published_s:
-            tasks += placement.prefill_s > 0
-            prefill_s += placement.prefill_s
-            reserved_tokens += placement.reserved_tokens
+        tasks += placement.prefill_s > 0
+        prefill_s += placement.prefill_s
+        reserved_tokens += placement.reserved_tokens
     if not (tasks or reserved_tokens):
-        return view
+        return load
     # Written out: `dataclasses.replace` would take most of a decision's time.
-    old = view.load
-    load = WorkerLoad(
-        draining=old.draining,
-        queued_tasks=old.queued_tasks + tasks,
-        queued_prefill_s=old.queued_prefill_s + prefill_s,
-        oldest_wait_s=old.oldest_wait_s,
-        ttft_window_s=old.ttft_window_s,
-        itl_window_s=old.itl_window_s,
-        running_rounds=old.running_rounds,
-        running_context_tokens=old.running_context_tokens,
-        sessions=old.sessions,
-        kv_pinned_tokens=old.kv_pinned_tokens,
-        kv_running_tokens=old.kv_running_tokens,
-        kv_reserved_tokens=old.kv_reserved_tokens + reserved_tokens,
-        tools=old.tools,
-        drain_estimate_s=old.drain_estimate_s,
-        calibration=old.calibration,
-        waiting=old.waiting,
+    return WorkerLoad(
+        draining=load.draining,
+        queued_tasks=load.queued_tasks + tasks,
+        queued_prefill_s=load.queued_prefill_s + prefill_s,
+        oldest_wait_s=load.oldest_wait_s,
+        ttft_window_s=load.ttft_window_s,
+        itl_window_s=load.itl_window_s,
+        running_rounds=load.running_rounds,
+        running_context_tokens=load.running_context_tokens,
+        sessions=load.sessions,
+        kv_pinned_tokens=load.kv_pinned_tokens,
+        kv_running_tokens=load.kv_running_tokens,
+        kv_reserved_tokens=load.kv_reserved_tokens + reserved_tokens,
+        tools=load.tools,
+        drain_estimate_s=load.drain_estimate_s,
+        calibration=load.calibration,
+        waiting=load.waiting,
     )
-    return WorkerView(view.info, load, view.age_s)

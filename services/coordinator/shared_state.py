@@ -240,7 +240,9 @@ class SharedState:
             if request_id
             and (write.session_id, write.writes.replay_request_id) == (session_id, request_id)
         ]
-        workers = tuple(replace(view, age_s=view.age_s + age_s) for view in self._workers)
+        workers = tuple(
+            WorkerView(view.info, view.load, view.age_s + age_s) for view in self._workers
+        )
         return RoundContext(session, workers, self._policy, replays[-1] if replays else None)
 
     # --- writes ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from ampd.core.binding import FootprintEstimate, bind
 from ampd.core.errors import AmpdError, ErrorReason
@@ -100,5 +101,7 @@ def test_footprint_is_the_mean_but_at_least_the_first_round() -> None:
 
 def test_block_size_one_worker_of_unknown_blocks() -> None:
     view = worker("a")
-    exact = replace(view, info=replace(view.info, kv_block_tokens=1, kv_capacity_tokens=200))
+    exact = structs.replace(
+        view, info=replace(view.info, kv_block_tokens=1, kv_capacity_tokens=200)
+    )
     assert names(exact) == ["a"]

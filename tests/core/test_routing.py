@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
 from ampd.core.errors import AmpdError, ErrorReason
@@ -120,7 +121,7 @@ def test_step_3_takes_the_cheapest(literal: bool) -> None:
     ]
     decision = decide(*workers, at=at, literal=literal)
     assert (decision.prefill_worker, decision.reason) == ("p1", RouteReason.CHEAPEST_REMOTE)
-    at = replace(at, load=replace(at.load, queued_prefill_s=0.0))
+    at = structs.replace(at, load=replace(at.load, queued_prefill_s=0.0))
     decision = decide(*workers, at=at, literal=literal)
     assert (decision.route, decision.reason) == (Route.LOCAL, RouteReason.CHEAPEST_LOCAL)
 
@@ -202,7 +203,7 @@ def test_trap_ties_break_by_id_whatever_the_order(names: list[str]) -> None:
 def test_a_tie_with_home_breaks_by_id() -> None:
     free = replace(COST, kv=KvCost())
     at = worker("m", Role.DECODE, free, itl_window_s=1.0, running_rounds=1)
-    at = replace(at, info=replace(at.info, cost=replace(free, mixed=MixedCost())))
+    at = structs.replace(at, info=replace(at.info, cost=replace(free, mixed=MixedCost())))
     assert decide(worker("a", cost=free), at=at, alpha=0.0, beta=0.0).prefill_worker == "a"
     assert decide(worker("z", cost=free), at=at, alpha=0.0, beta=0.0).route is Route.LOCAL
 
@@ -212,9 +213,9 @@ def test_a_tie_with_home_breaks_by_id() -> None:
 
 def test_draining_and_small_workers_are_left_out() -> None:
     small = worker("small")
-    small = replace(small, info=replace(small.info, kv_capacity_tokens=10_999))
+    small = structs.replace(small, info=replace(small.info, kv_capacity_tokens=10_999))
     draining = worker("draining")
-    draining = replace(draining, load=replace(draining.load, draining=True))
+    draining = structs.replace(draining, load=replace(draining.load, draining=True))
     costless = worker("costless", cost=None)
     others = (small, draining, costless)
     for policy in ("ampd-paper", "always-remote"):
@@ -316,7 +317,7 @@ def test_thresholds(history: int, increment: int, running_tokens: int, local: bo
     view = home(kv_running_tokens=running_tokens)
     decision = decide(
         worker("p0"),
-        at=replace(view, info=replace(view.info, kv_capacity_tokens=100)),
+        at=structs.replace(view, info=replace(view.info, kv_capacity_tokens=100)),
         history=history,
         increment=increment,
         policy="threshold",
