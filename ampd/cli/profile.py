@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
@@ -9,12 +10,19 @@ import typer
 
 from ampd.cli.errors import CliError, ExitCode
 from ampd.cli.options import Output
-from ampd.cli.output import Column, Format, View, emit_list, emit_one, seconds
-from ampd.profiling.catalogue import built_in_profiles, open_profile
-from ampd.profiling.fit import FunctionFit
+from ampd.cli.output import Column, Format, View, emit_list, emit_one
+from ampd.cli.profile_run import run
+from ampd.cli.profile_views import draw, formulas, summary
+from ampd.profiling.catalogue import built_in_profiles, leave_one_out, open_profile
 from ampd.profiling.profile_file import Profile
 
 app = typer.Typer(help="Cost models: what an engine's work takes.", no_args_is_help=True)
+
+
+def per_cent(value: object) -> str:
+    """A relative error."""
+    return f"{value:.1%}" if isinstance(value, float) else "-"
+
 
 COLUMNS: Final = (
     Column("name", "NAME"),
@@ -23,10 +31,21 @@ COLUMNS: Final = (
     Column("tp", "TP", right=True),
     Column("source", "SOURCE"),
 )
+ERROR_COLUMNS: Final = tuple(
+    Column(f"{function}_{kind}", f"{function.upper()} {heading}", per_cent, right=True)
+    for function in ("prefill", "decode", "mixed")
+    for kind, heading in (("median", "MEDIAN"), ("p95", "P95"))
+)
 
 
 @app.command("list")
-def list_profiles(output: Output = Format.TABLE) -> None:
+def list_profiles(
+    output: Output = Format.TABLE,
+    errors: Annotated[
+        bool,
+        typer.Option("--errors", help="Fit all, and tell their leave-one-out errors (seconds)."),
+    ] = False,
+) -> None:
     """List the built-in profiles."""
     views: list[View] = [
         {
@@ -35,16 +54,21 @@ def list_profiles(output: Output = Format.TABLE) -> None:
             "model": key.short_model,
             "tp": key.tp,
             "source": "roofline" if key.engine == "roofline" else "operator table",
+            **(_errors(name) if errors else {}),
         }
         for name, key in built_in_profiles().items()
     ]
-    emit_list(views, COLUMNS, output)
+    emit_list(views, (*COLUMNS, *ERROR_COLUMNS) if errors else COLUMNS, output)
 
 
 @app.command()
 def show(
     source: Annotated[str, typer.Argument(metavar="NAME", help="A built-in name, or a file.")],
     output: Output = Format.TABLE,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Also draw measured against fitted (.png, .svg, .pdf)."),
+    ] = None,
 ) -> None:
     """Show a profile: as a table what it predicts and how well, else the whole file."""
     try:
@@ -56,13 +80,17 @@ def show(
             exit_code=ExitCode.USAGE,
         ) from error
     if output is Format.TABLE:
-        emit_one(_summary(profile), output)
+        emit_one(_table(profile), output)
     else:
         emit_one(msgspec.to_builtins(profile), output)
+    if plot is not None:
+        draw(profile, plot)
 
 
-def _summary(profile: Profile) -> View:
-    cost, fit = profile.cost, profile.fit
+app.command()(run)
+
+
+def _table(profile: Profile) -> View:
     return {
         "model": profile.model,
         "device": profile.device,
@@ -70,22 +98,17 @@ def _summary(profile: Profile) -> View:
         "tp": profile.tp,
         "kv_bytes_per_token": profile.kv_bytes_per_token or None,
         **profile.provenance,
-        "prefill": f"{seconds(cost.t_pre(0, 2048))} for 2,048 tokens, "
-        f"{seconds(cost.t_pre(16_384, 2048))} over 16,384; {_error(fit.prefill)}",
-        "decode": f"{seconds(cost.t_dec(1, 4096))} for one sequence of 4,096 tokens, "
-        f"{seconds(cost.t_dec(32, 32 * 4096))} for 32; {_error(fit.decode)}",
-        "mixed": f"{seconds(cost.t_mixed(512, 4096, 32, 32 * 4096))} with a chunk of 512 beside "
-        f"them; {_error(fit.mixed)}",
-        "transfer": f"{seconds(cost.t_kv(2048))} for 2,048 tokens; {_error(fit.kv)}",
+        **{key: value for key, value in summary(profile).items() if value},
+        **formulas(profile),
     }
 
 
-def _error(fit: FunctionFit) -> str:
-    """How far the function is off, in words."""
-    if not fit.samples:
-        return "not fitted"
-    kind = "held-out error" if fit.held_out else "error of the fit itself"
-    return (
-        f"{kind} {fit.median_error:.1%} in the median, {fit.p95_error:.1%} P95 "
-        f"({fit.held_out or fit.samples} steps)"
-    )
+def _errors(name: str) -> View:
+    """Of each function, by leaving every point of its table out in turn."""
+    report = leave_one_out(name)
+    functions = {"prefill": report.prefill, "decode": report.decode, "mixed": report.mixed}
+    return {
+        f"{function}_{kind}": getattr(fit, f"{kind}_error")
+        for function, fit in functions.items()
+        for kind in ("median", "p95")
+    }

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 from ampd.core.errors import invalid_field
+from ampd.profiling.fit import FitReport
 from ampd.profiling.gpu_tables import StepTable, TableKey, tables
 from ampd.profiling.links import kv_lines
 from ampd.profiling.profile_file import Profile, read_profile
@@ -21,6 +23,9 @@ from ampd.profiling.roofline import GPUS, MODELS, TP_DEGREES, roofline_table
 
 PREFIX: Final = "gpu:"
 """What tells a name from a file."""
+MAX_NEAR_NAMES: Final = 3
+NEAR: Final = 0.6
+"""How alike (0 to 1) a name is that may have been meant."""
 
 _LINK: Final = (
     "estimated: data-sheet rates of the GPUs' links, start-up and share of the rate from "
@@ -50,16 +55,29 @@ def profile_names() -> tuple[str, ...]:
 def open_profile(source: str) -> Profile:
     """The profile of that name or in that file.
 
-    Raises INVALID_FIELD for an unknown name, saying which are known, and what `read_profile`
+    Raises INVALID_FIELD for an unknown name, saying which are near, and what `read_profile`
     raises for a file.
     """
-    if not source.startswith(PREFIX):
+    named = source.startswith(PREFIX) or not (Path(source).suffix or Path(source).exists())
+    if not named:
         return read_profile(Path(source))
     key = built_in_profiles().get(source)
     if key is None:
-        known = ", ".join(profile_names())
-        raise invalid_field(source, f"no such built-in profile; known: {known}")
+        raise invalid_field(source, f"no such built-in profile; {_near(source)}")
     return _fitted(key)
+
+
+def _near(name: str) -> str:
+    """What may have been meant."""
+    names = {known.lower(): known for known in profile_names()}
+    matches = get_close_matches(name.lower(), names, MAX_NEAR_NAMES, NEAR)
+    parts = [part for part in name.lower().replace(PREFIX, "").split("/") if part]
+    # Or every part of it is part of a name: h100, qwen.
+    matches += [known for known in names if parts and all(part in known for part in parts)]
+    if not matches:
+        return "`ampdctl profile list` shows all"
+    near = list(dict.fromkeys(names[match] for match in matches))[:MAX_NEAR_NAMES]
+    return f"near: {', '.join(near)} (`ampdctl profile list` shows all)"
 
 
 @cache
@@ -74,6 +92,13 @@ def built_in_profiles() -> Mapping[str, TableKey]:
     return {
         f"{PREFIX}{key.gpu}/{key.short_model}/tp{key.tp}": key for key in [*tables(), *estimated]
     }
+
+
+def leave_one_out(name: str) -> FitReport:
+    """The errors of a built-in profile's functions on every point of its table, each by a fit to
+    all others. KeyError for an unknown name."""
+    table, _ = _steps(built_in_profiles()[name])
+    return table.fit(folds=len(table.steps))[1]
 
 
 @cache

@@ -190,6 +190,17 @@ def fit_kv(samples: Sequence[KvSample]) -> tuple[KvCost, FunctionFit]:
     return KvCost(*coefficients), fitted
 
 
+def predicted_s(cost: CostModel, step: StepSample) -> float:
+    """What a cost model says of such a step: T_pre without decodes, T_dec without a chunk."""
+    if not step.batch:
+        return cost.t_pre(step.chunk_history_tokens, step.chunk_tokens)
+    if not step.chunk_tokens:
+        return cost.t_dec(step.batch, step.context_tokens)
+    return cost.t_mixed(
+        step.chunk_tokens, step.chunk_history_tokens, step.batch, step.context_tokens
+    )
+
+
 def nnls(matrix: Array, target: Array, start: Array | None = None) -> Array:
     """min |matrix x - target| over x >= 0 (Lawson and Hanson's active-set method), sooner from
     the solution `start` of a problem much like it."""
@@ -243,7 +254,7 @@ def _fit(
     coefficients = _solve(matrix, seconds)
     count = len(seconds)
     predicted = matrix @ coefficients
-    held_out = count >= MIN_HELD_OUT_SAMPLES
+    held_out = folds > 0 and count >= MIN_HELD_OUT_SAMPLES
     if held_out:
         # In order of time, so that every fold has its part of every size range.
         fold = np.empty(count, dtype=int)

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
+from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import KvHandle, SamplingParams, Slo
 from ampd.ports import (
     Engine,
@@ -65,6 +66,14 @@ class EngineLoad:
     async def prefill(self, tokens: Tokens, history: KvHandle | None = None) -> PrefillResult:
         """One prefill; the caller releases its KV."""
         return await self.engine.prefill(PrefillRequest(self._request_id(), tokens, history))
+
+    async def pin(self, tokens: Tokens) -> KvHandle:
+        """Compute the KV of the tokens and keep it, lent to nobody; the caller releases it."""
+        async with aclosing(self.engine.generate(self.request(tokens, 1))) as events:
+            async for event in events:
+                if isinstance(event, GenerateDone):
+                    return event.kv
+        raise AmpdError(ErrorReason.ENGINE_FAILED, "a generation has ended without its KV")
 
     async def release(self, kv: KvHandle) -> None:
         """Drop a pin, also when the caller is cancelled just now."""

@@ -64,7 +64,7 @@ def read_profile(path: Path) -> Profile:
     Raises OSError when the file cannot be read; INVALID_FIELD naming the path, and the line or
     the field, when what it holds is not a profile.
     """
-    _require_ending(path)
+    require_ending(path)
     if path.stat().st_size > MAX_FILE_BYTES:
         raise invalid_field(str(path), f"larger than {MAX_FILE_BYTES} bytes")
     try:
@@ -93,7 +93,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
     Raises OSError, and INVALID_FIELD for an ending that is neither YAML nor JSON.
     """
-    _require_ending(path)
+    require_ending(path)
     builtins = msgspec.to_builtins(profile)
     if path.suffix == JSON_ENDING:
         text = msgspec.json.format(msgspec.json.encode(builtins), indent=2).decode() + "\n"
@@ -108,7 +108,8 @@ def write_profile(path: Path, profile: Profile) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _require_ending(path: Path) -> None:
+def require_ending(path: Path) -> None:
+    """INVALID_FIELD for a name that is no profile's."""
     if path.suffix not in (*YAML_ENDINGS, JSON_ENDING):
         raise invalid_field(str(path), "a profile's name ends in .yaml, .yml or .json")
 

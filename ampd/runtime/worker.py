@@ -141,8 +141,7 @@ async def cost_model(engine: Engine, settings: WorkerSettings) -> CostModel:
         return cost.scaled(settings.time_scale)
     if settings.profile is not None:
         return open_profile(settings.profile).cost
-    model = Path(settings.model).name
-    device = f"{settings.device.value}-{settings.threads}"
+    model, device = Path(settings.model).name, device_name(settings)
     engine_name, tp = engine.info.engine, settings.tensor_parallel
     kept = None
     if settings.profile_dir is not None:
@@ -156,7 +155,7 @@ async def cost_model(engine: Engine, settings: WorkerSettings) -> CostModel:
                 log.warning("profile_ignored", path=str(kept), error=str(error))
     started_s = time.monotonic()
     measured = await measure(engine, budget_s=settings.measure_budget_s)
-    link = KvCost(LINK_START_S, engine.info.kv_bytes_per_token / LINK_BYTES_PER_S)
+    link = unmeasured_link(engine.info.kv_bytes_per_token)
     cost, report = fit_cost_model(measured.steps, prefills=measured.prefills, kv=link)
     log.info(
         "measured",
@@ -177,6 +176,18 @@ async def cost_model(engine: Engine, settings: WorkerSettings) -> CostModel:
         )
         write_profile(kept, profile)
     return cost
+
+
+def device_name(settings: WorkerSettings) -> str:
+    """What a profile calls the device that the engine of these settings runs on."""
+    if settings.engine == "emulated":
+        return "emulated"
+    return f"{settings.device.value}-{settings.threads}"
+
+
+def unmeasured_link(kv_bytes_per_token: int) -> KvCost:
+    """T_kv until a profile says otherwise."""
+    return KvCost(LINK_START_S, kv_bytes_per_token / LINK_BYTES_PER_S)
 
 
 def worker_info(

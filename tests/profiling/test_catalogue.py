@@ -118,13 +118,27 @@ def test_names_and_files_alike(tmp_path: Path) -> None:
     assert open_profile(str(path)) == open_profile(H100)
 
 
-def test_an_unknown_name_is_told_with_the_known_ones() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("gpu:h100/Qwen3-32B/tp1", "gpu:h100_sxm/Qwen3-32B/tp1"),
+        ("gpu:H100_SXM/qwen3-32b/tp2", "gpu:h100_sxm/Qwen3-32B/tp2"),
+        ("h20/mixtral", "gpu:h20/mixtral-8x7b/tp1"),
+    ],
+)
+def test_an_unknown_name_is_told_with_near_ones(wrong: str, near: str) -> None:
     with pytest.raises(AmpdError) as caught:
-        open_profile("gpu:h100/Qwen3-32B/tp1")
+        open_profile(wrong)
     assert caught.value.reason is ErrorReason.INVALID_FIELD
     (violation,) = caught.value.violations
-    assert violation.field == "gpu:h100/Qwen3-32B/tp1"
-    assert all(name in violation.description for name in profile_names())
+    assert violation.field == wrong
+    assert near in violation.description
+    assert violation.description.count("gpu:") <= 3
+
+
+def test_a_name_like_none_leads_to_the_list() -> None:
+    with pytest.raises(AmpdError, match="nope: no such built-in profile; `ampdctl profile list`"):
+        open_profile("nope")
 
 
 @pytest.mark.parametrize(
