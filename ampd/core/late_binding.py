@@ -14,7 +14,8 @@ output will be or when a tool comes back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -60,6 +61,8 @@ class Task(NamedTuple):
     created_s: float
     ttft_slo_s: float
     grace_s: float
+    compute_s: float
+    """Predicted computation on a prefill worker of the cost model it was read with."""
 
 
 class PullReason(StrEnum):
@@ -131,19 +134,36 @@ class OnTimeSet:
     finish_s: tuple[float, ...]
 
 
-def tasks_in(views: Iterable[WorkerView], now_s: float) -> list[Task]:
-    """All tasks that homes have published, by deadline. Those of a draining home are included."""
-    tasks = [
-        task(shown, view.info.worker_id, now_s - view.age_s)
-        for view in views
-        if view.info.role is Role.DECODE
-        for shown in view.load.waiting
-    ]
-    tasks.sort()
-    return tasks
+class TaskMirror:
+    """What homes have published, as tasks by deadline. Each publication is read once."""
+
+    def __init__(self, cost: CostModel) -> None:
+        """`cost`: of the prefill worker that reads, or that a home expects to serve it."""
+        self._cost = cost
+        self._read: dict[str, tuple[WorkerLoad, list[Task]]] = {}
+        self._tasks: list[Task] = []
+
+    def tasks(self, views: Iterable[WorkerView], now_s: float) -> list[Task]:
+        """Those of all homes among `views`, draining ones included; not to be changed."""
+        read, changed = {}, False
+        for view in views:
+            if view.info.role is not Role.DECODE:
+                continue
+            home, load = view.info.worker_id, view.load
+            known = self._read.get(home)
+            if known is None or known[0] is not load:
+                published_s = now_s - view.age_s
+                tasks = [task(shown, home, published_s, self._cost) for shown in load.waiting]
+                changed |= bool(tasks or (known and known[1]))
+                known = load, tasks
+            read[home] = known
+        if changed or len(read) < len(self._read):
+            self._tasks = sorted(task_ for _, tasks in read.values() for task_ in tasks)
+        self._read = read
+        return self._tasks
 
 
-def task(shown: WaitingPrefill, home: str, published_s: float) -> Task:
+def task(shown: WaitingPrefill, home: str, published_s: float, cost: CostModel) -> Task:
     """A published task as its reader sees it."""
     created_s = published_s - shown.age_s
     return Task(
@@ -156,6 +176,7 @@ def task(shown: WaitingPrefill, home: str, published_s: float) -> Task:
         created_s,
         shown.ttft_slo_s,
         shown.grace_s,
+        cost.t_pre(shown.history_tokens, shown.increment_tokens),
     )
 
 
@@ -184,39 +205,39 @@ def _reference_s(cost: CostModel) -> float:
 
 
 def on_time_set(
-    tasks: Sequence[Task], work_s: Sequence[float], *, start_s: float, speed: float
+    tasks: Sequence[Task], work_s: Callable[[Task], float], *, start_s: float, speed: float
 ) -> OnTimeSet:
     """Moore-Hodgson over `tasks` by deadline; `work_s` is what each takes at speed 1."""
-    dropped: set[int] = set()
+    overdue = bisect_left(tasks, (start_s,))
+    shares_s: dict[int, float] = {}
+    dropped = set(range(overdue))
     longest: list[tuple[float, int]] = []
     end_s = start_s
-    for index, seconds in enumerate(work_s):
-        share_s = seconds / speed
-        deadline_s = tasks[index].deadline_s
+    for index in range(overdue, len(tasks)):
+        seconds, deadline_s = work_s(tasks[index]), tasks[index].deadline_s
         if start_s + seconds > deadline_s:
             dropped.add(index)  # no worker alone can do it
             continue
+        shares_s[index] = share_s = seconds / speed
         heappush(longest, (-share_s, index))
         end_s += share_s
         if end_s > deadline_s:
             negative_s, out = heappop(longest)
             end_s += negative_s
             dropped.add(out)
-    kept, finish_s = [], []
+            del shares_s[out]
+    finish_s = []
     now_s, slack_s = start_s, inf
-    for index, seconds in enumerate(work_s):
-        if index in dropped:
-            continue
-        now_s += seconds / speed
-        kept.append(index)
+    for index, share_s in shares_s.items():
+        now_s += share_s
         finish_s.append(now_s)
         slack_s = min(slack_s, tasks[index].deadline_s - now_s)
-    return OnTimeSet(tuple(kept), tuple(sorted(dropped)), slack_s, tuple(finish_s))
+    return OnTimeSet(tuple(shares_s), tuple(sorted(dropped)), slack_s, tuple(finish_s))
 
 
 def pull(
     tasks: Sequence[Task],
-    work_s: Sequence[float],
+    work_s: Callable[[Task], float],
     *,
     now_s: float,
     speed: float,
@@ -232,38 +253,48 @@ def pull(
     plan = on_time_set(tasks, work_s, start_s=now_s, speed=max(1.0, speed))
 
     def decide(index: int, reason: PullReason) -> PullDecision:
-        return PullDecision(tasks[index], reason, work_s[index], len(plan.kept), len(plan.late))
+        chosen = tasks[index]
+        return PullDecision(chosen, reason, work_s(chosen), len(plan.kept), len(plan.late))
 
     if plan.late:
-        oldest = min(plan.late, key=lambda index: tasks[index].created_s)
-        age_s = now_s - tasks[oldest].created_s
-        if age_s > STARVED_SLOS * tasks[oldest].ttft_slo_s and starved.can_pay(work_s[oldest]):
-            return decide(oldest, PullReason.STARVED)
-        late, reason = _best_late(tasks, work_s, plan.late, now_s)
+        overdue = tasks[plan.late[0]]
+        age_s = now_s - overdue.created_s
+        if age_s > STARVED_SLOS * overdue.ttft_slo_s and starved.can_pay(work_s(overdue)):
+            return decide(plan.late[0], PullReason.STARVED)
         if not plan.kept:
-            return decide(late, reason)
-        total_s = sum(work_s[index] for index in plan.late) / speed
-        small = total_s <= LATE_WORK_SHARE * tasks[late].ttft_slo_s
-        if small and total_s <= plan.slack_s and work_s[late] <= plan.slack_s:
-            return decide(late, PullReason.LATE_FIRST)
+            return decide(*_best_late(tasks, work_s, plan.late, now_s))
+        spare_s = min(plan.slack_s, LATE_WORK_SHARE * overdue.ttft_slo_s)
+        if spare_s > 0 and _fits(tasks, work_s, plan.late, spare_s * speed):
+            late, _ = _best_late(tasks, work_s, plan.late, now_s)
+            if work_s(tasks[late]) <= plan.slack_s:
+                return decide(late, PullReason.LATE_FIRST)
     return decide(plan.kept[0], PullReason.ON_TIME)
 
 
+def _fits(
+    tasks: Sequence[Task], work_s: Callable[[Task], float], late: Sequence[int], seconds: float
+) -> bool:
+    """Whether all late work together is at most so much."""
+    for index in late:
+        seconds -= work_s(tasks[index])
+        if seconds < 0:
+            return False
+    return True
+
+
 def _best_late(
-    tasks: Sequence[Task], work_s: Sequence[float], late: Sequence[int], now_s: float
+    tasks: Sequence[Task], work_s: Callable[[Task], float], late: Sequence[int], now_s: float
 ) -> tuple[int, PullReason]:
-    """Of tasks that are late anyway: one whose session's mean can still be kept, the most urgent
-    first; else the one with the least work."""
-    savable = [
-        index
-        for index in late
-        if now_s + work_s[index] <= tasks[index].deadline_s + tasks[index].grace_s
-    ]
-    if savable:
-        best = min(savable, key=lambda index: (work_s[index], tasks[index].task_id))
-        return best, PullReason.SESSION_MEAN
-    best = min(late, key=lambda index: (work_s[index], tasks[index].task_id))
-    return best, PullReason.SHORTEST
+    """Of tasks that are late anyway the one with the least work, those first whose session's mean
+    TTFT can still be kept."""
+    ranked = []
+    for index in late:
+        task_ = tasks[index]
+        seconds = work_s(task_)
+        lost = now_s + seconds > task_.deadline_s + task_.grace_s
+        ranked.append((lost, seconds, task_.task_id, index))
+    lost, _, _, best = min(ranked)
+    return best, PullReason.SHORTEST if lost else PullReason.SESSION_MEAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,23 +323,22 @@ def remote_outlook(
     assert cost is not None  # noqa: S101 - filtered above
     speed = max(1.0, speed_of(views, cost, calibration))
     rest_s = sum(max(0.0, view.load.queued_prefill_s - view.age_s) for view in views) / speed
-    work_s = [
-        calibration * cost.t_pre(t.history_tokens, t.increment_tokens)
-        + cost.t_kv(t.history_tokens)
-        + cost.t_kv(t.increment_tokens)
-        for t in tasks
-    ]
+
+    def work_s(task_: Task) -> float:
+        moved_s = cost.t_kv(task_.history_tokens) + cost.t_kv(task_.increment_tokens)
+        return calibration * task_.compute_s + moved_s
+
     plan = on_time_set(tasks, work_s, start_s=now_s + rest_s, speed=speed)
     finish_s = {
         # On its own worker a task takes its whole time, however many work beside it.
-        tasks[index].task_id: end_s + work_s[index] * (1 - 1 / speed)
+        tasks[index].task_id: end_s + work_s(tasks[index]) * (1 - 1 / speed)
         for index, end_s in zip(plan.kept, plan.finish_s, strict=True)
     }
     return RemoteOutlook(finish_s, len(views))
 
 
 def take_home(
-    own: Sequence[Task],
+    own: Iterable[Task],
     outlook: RemoteOutlook,
     *,
     now_s: float,
@@ -317,16 +347,26 @@ def take_home(
     load: WorkerLoad,
     itl_slo_s: float,
 ) -> TakeDecision | None:
-    """What a home begins itself of its `own` waiting tasks, with less than HOME_BACKLOG_TOKENS
-    left of what it began before; None: nothing.
+    """What a home begins itself of its `own` waiting tasks (by deadline), with less than
+    HOME_BACKLOG_TOKENS left of what it began before; None: nothing.
 
     It takes what it can finish within LOCAL_SHARE of the TTFT SLO and sooner than the prefill
     workers: what these cannot do on time first, then by deadline. Without any prefill worker
     it takes the earliest deadline that it can meet, else the least work.
     """
-    best: tuple[tuple[bool, float], TakeDecision] | None = None
+    sooner: TakeDecision | None = None
     least: TakeDecision | None = None
     for task_ in own:
+        age_s = now_s - task_.created_s
+        in_time_s = LOCAL_SHARE * task_.ttft_slo_s - age_s
+        if in_time_s <= 0 and outlook.workers:
+            continue
+        finish_s = outlook.finish_s.get(task_.task_id, inf)
+        remote_s = finish_s - now_s
+        if age_s + remote_s > REMOTE_SHARE * task_.ttft_slo_s:
+            remote_s = inf
+        elif sooner is not None:
+            continue
         local_s = load.queued_prefill_s + calibration * local_prefill_s(
             cost,
             history_tokens=task_.history_tokens,
@@ -335,16 +375,11 @@ def take_home(
             context_tokens=load.running_context_tokens,
             itl_slo_s=itl_slo_s,
         )
-        age_s = now_s - task_.created_s
-        finish_s = outlook.finish_s.get(task_.task_id, inf)
-        remote_s = finish_s - now_s
-        if age_s + remote_s > REMOTE_SHARE * task_.ttft_slo_s:
-            remote_s = inf
         decision = TakeDecision(task_, local_s, remote_s)
-        if age_s + local_s <= LOCAL_SHARE * task_.ttft_slo_s and local_s < remote_s:
-            rank = (remote_s < inf, task_.deadline_s)
-            if best is None or rank < best[0]:
-                best = rank, decision
+        if local_s <= in_time_s and local_s < remote_s:
+            if remote_s == inf:
+                return decision
+            sooner = decision
         elif not outlook.workers and (least is None or local_s < least.local_s):
             least = decision
-    return best[1] if best is not None else least
+    return sooner or least

@@ -8,7 +8,7 @@ from math import inf
 
 from ampd.core import binding
 from ampd.core.errors import AmpdError
-from ampd.core.late_binding import RemoteOutlook, remote_outlook, tasks_in
+from ampd.core.late_binding import RemoteOutlook, remote_outlook
 from ampd.core.lifecycle import MAX_PREFIX_HOLDERS
 from ampd.core.model import (
     BindDecision,
@@ -121,6 +121,11 @@ class SimCluster:
             worker.homes = self._homes
             worker.others = self.prefill
         self._outlook_s = -inf
+        if self.prefill:
+            self._mirror = self.prefill[0].mirror
+            for worker in self.prefill:
+                if worker.info.cost is self.prefill[0].info.cost:
+                    worker.mirror = self._mirror
         self._outlook_now = RemoteOutlook({}, 0)
         self._open = 0
         self._counted: list[SimSession] = []
@@ -132,7 +137,8 @@ class SimCluster:
         if now_s - self._outlook_s >= LOOK_S:
             self._outlook_s = now_s
             views = [worker.view(now_s) for worker in (*self.decode, *self.prefill)]
-            self._outlook_now = remote_outlook(tasks_in(views, now_s), views, now_s)
+            tasks = self._mirror.tasks(views, now_s) if self.prefill else []
+            self._outlook_now = remote_outlook(tasks, views, now_s)
         return self._outlook_now
 
     def _offer_late(self) -> None:

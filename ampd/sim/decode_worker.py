@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 from heapq import heappop, heappush
-from itertools import count, repeat
+from itertools import count, islice, repeat
 from math import ceil, sqrt
 from typing import Final
 
@@ -115,6 +115,7 @@ class SimDecodeWorker(PublishedLoad):
         self._locals_s = 0.0
         self._binds_late = policy.name == AMPD
         self._late: dict[str, SimRound] = {}
+        self._late_tasks: dict[str, Task] = {}
         self._shows_late = False
         self._coming = 0
         self._look_s = 0.0
@@ -239,6 +240,9 @@ class SimDecodeWorker(PublishedLoad):
         session = round_.session
         round_.task_id = f"{session.plan.session_id}/{round_.index}"
         self._late[round_.task_id] = round_
+        self._late_tasks[round_.task_id] = task(
+            self._shown(round_, now_s), self.info.worker_id, now_s, self._cost
+        )
         if round_.targets and round_.targets[0].hint(self, round_):
             return
         if not self._shows_late:
@@ -264,25 +268,28 @@ class SimDecodeWorker(PublishedLoad):
             self.publish(now_s)
         round_ = self._late.pop(task_id, None)
         if round_ is not None:
+            del self._late_tasks[task_id]
             self._coming += 1
         return round_
 
     def _take_late(self, now_s: float) -> None:
         """Begin own waiting tasks that are better prefilled here."""
         while self._late and self._backlog_tokens() < HOME_BACKLOG_TOKENS:
-            if not can_decode_more(self._cost, self.load(now_s), self._slo, self._coming):
+            load = self._load(now_s)
+            if not can_decode_more(self._cost, load, self._slo, self._coming):
                 break
             decision = take_home(
-                [self._task(round_, now_s) for round_ in self._late.values()],
+                self._late_tasks.values(),
                 self._outlook(now_s),
                 now_s=now_s,
                 cost=self._cost,
                 calibration=self._calibration,
-                load=self.load(now_s),
+                load=load,
                 itl_slo_s=self._slo.itl_s,
             )
             if decision is None:
                 break
+            del self._late_tasks[decision.task.task_id]
             self._prefill_here(self._late.pop(decision.task.task_id), now_s)
         if self._late and self._look_s <= now_s:
             self._look_s = now_s + LOOK_S
@@ -294,9 +301,6 @@ class SimDecodeWorker(PublishedLoad):
 
     def _backlog_tokens(self) -> int:
         return sum(round_.new_tokens - round_.done_tokens for round_ in self._locals)
-
-    def _task(self, round_: SimRound, now_s: float) -> Task:
-        return task(self._shown(round_, now_s), self.info.worker_id, now_s)
 
     def _shown(self, round_: SimRound, now_s: float) -> WaitingPrefill:
         session, slo = round_.session, self._slo
@@ -584,6 +588,9 @@ class SimDecodeWorker(PublishedLoad):
 
     def load(self, at_s: float) -> WorkerLoad:
         """What binding and routing need to know, as the live worker publishes it."""
+        return self._load(at_s, self._waiting_shown(at_s) if self._late else ())
+
+    def _load(self, at_s: float, waiting: tuple[WaitingPrefill, ...] = ()) -> WorkerLoad:
         if self._mode is _Mode.RUN:
             self._sync(at_s)
         batch, ledger = len(self._streams), self.ledger
@@ -600,7 +607,7 @@ class SimDecodeWorker(PublishedLoad):
             kv_pinned_tokens=ledger.pinned_tokens,
             kv_running_tokens=ledger.running_tokens,
             kv_reserved_tokens=ledger.reserved_tokens,
-            waiting=self._waiting_shown(at_s) if self._late else (),
+            waiting=waiting,
         )
 
     def _waiting_shown(self, at_s: float) -> tuple[WaitingPrefill, ...]:
@@ -609,5 +616,6 @@ class SimDecodeWorker(PublishedLoad):
         step_s = self._cost.t_dec(len(self._streams) + self._coming + 1, self._context_tokens)
         if step_s > DECODE_SHARE * self._slo.itl_s:
             return ()
-        waiting = sorted(self._late.values(), key=lambda round_: round_.created_s)
-        return tuple(self._shown(round_, at_s) for round_ in waiting[:MAX_SHOWN_TASKS])
+        return tuple(
+            self._shown(round_, at_s) for round_ in islice(self._late.values(), MAX_SHOWN_TASKS)
+        )

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ampd.core.late_binding import StarvedShare, Task, pull, speed_of, tasks_in
+from ampd.core.late_binding import StarvedShare, Task, TaskMirror, pull, speed_of
 from ampd.core.model import PolicySpec, PrefillTask, Slo, WorkerInfo, WorkerLoad
 from ampd.core.policies import AMPD, is_literal, number, queue_order
 from ampd.core.prefill_queue import PrefillQueue
@@ -68,6 +68,7 @@ class SimPrefillWorker(PublishedLoad):
         self._turn = 0
         self._binds_late = policy.name == AMPD
         self._starved = StarvedShare()
+        self.mirror = TaskMirror(spec.cost)
         self.homes: dict[str, SimDecodeWorker] = {}
         """Under late binding it takes what waits there; by worker id."""
         self.others: tuple[SimPrefillWorker, ...] = ()
@@ -136,16 +137,16 @@ class SimPrefillWorker(PublishedLoad):
             return
         if now_s >= self.next_heartbeat_s:
             self.publish(now_s)
-        tasks = tasks_in((home.view(now_s) for home in self.homes.values()), now_s)
+        views = [home.view(now_s) for home in self.homes.values()]
+        tasks = self.mirror.tasks(views, now_s)
         if not tasks:
             return
+        tasks = list(tasks)
         speed = speed_of((other.view(now_s) for other in self.others), self._cost, 1.0)
-        work_s = [self._work_s(task) for task in tasks]
         while tasks and len(self._in_engine) < self._places():
-            decision = pull(tasks, work_s, now_s=now_s, speed=speed, starved=self._starved)
+            decision = pull(tasks, self._work_s, now_s=now_s, speed=speed, starved=self._starved)
             assert decision is not None  # noqa: S101 - there are tasks
-            index = tasks.index(decision.task)
-            del tasks[index], work_s[index]
+            tasks.remove(decision.task)
             home = self.homes[decision.task.home]
             round_ = home.claim(decision.task.task_id)
             if round_ is None:
