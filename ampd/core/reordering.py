@@ -11,7 +11,7 @@ Times are seconds on one clock. Completion is the running sum of `seconds` from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heappush, heappushpop
 from itertools import permutations
 from typing import NamedTuple
 
@@ -55,32 +55,32 @@ def select_moore_hodgson(jobs: Sequence[Job], start_s: float, bound: int) -> int
     """
     if any(job.postponed >= bound for job in jobs):
         return 0
-    # Reordered queues are not in deadline order: sort first.
-    by_deadline = sorted(range(len(jobs)), key=lambda index: (jobs[index].deadline_s, index))
-    kept = _kept(jobs, by_deadline, start_s)
-    if not kept or kept[0] == 0:
+    # Reordered queues are not in deadline order. Of equal deadlines the first that arrived.
+    by_deadline = sorted(
+        [(deadline_s, index, seconds) for index, (deadline_s, seconds, _) in enumerate(jobs)]
+    )
+    kept = _kept(by_deadline, start_s)
+    first = next((index for _, index, _ in by_deadline if index in kept), 0)
+    if first == 0:
         return 0
     head_end_s = start_s + jobs[0].seconds
     head_on_time = head_end_s <= jobs[0].deadline_s
-    rest = _kept(jobs, [index for index in by_deadline if index], head_end_s)
-    return 0 if head_on_time + len(rest) == len(kept) else kept[0]
+    rest = _kept([task for task in by_deadline if task[1]], head_end_s)
+    return 0 if head_on_time + len(rest) == len(kept) else first
 
 
-def _kept(jobs: Sequence[Job], by_deadline: Sequence[int], start_s: float) -> list[int]:
-    """The largest set that can be on time, in deadline order: add each task; when one would be
-    late, drop the longest so far."""
-    dropped = set()
+def _kept(by_deadline: Sequence[tuple[float, int, float]], start_s: float) -> set[int]:
+    """The largest set that can be on time, of (deadline, index, seconds): add each task; when
+    one would be late, drop the longest so far."""
     longest: list[tuple[float, int]] = []
     now_s = start_s
-    for index in by_deadline:
-        job = jobs[index]
-        heappush(longest, (-job.seconds, index))
-        now_s += job.seconds
-        if now_s > job.deadline_s:
-            negative_s, out = heappop(longest)
-            now_s += negative_s
-            dropped.add(out)
-    return [index for index in by_deadline if index not in dropped]
+    for deadline_s, index, seconds in by_deadline:
+        now_s += seconds
+        if now_s <= deadline_s:
+            heappush(longest, (-seconds, index))
+        else:
+            now_s += heappushpop(longest, (-seconds, index))[0]
+    return {index for _, index in longest}
 
 
 def _on_time(order: Sequence[Job], start_s: float) -> int:

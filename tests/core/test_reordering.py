@@ -110,3 +110,28 @@ def test_no_task_is_passed_more_than_the_bound(arrivals: list[Job], w: int, exac
         assert rest == sorted(rest, reverse=True)
         if coming:
             waiting.append(coming.pop())
+
+
+def plain_moore_hodgson(jobs: list[Job], start_s: float) -> int:
+    """As its docstring reads, kept in lists."""
+
+    def kept(indices: list[int], now_s: float) -> list[int]:
+        taken: list[int] = []
+        for index in indices:
+            taken.append(index)
+            if now_s + sum(jobs[i].seconds for i in taken) > jobs[index].deadline_s:
+                taken.remove(max(taken, key=lambda i: (jobs[i].seconds, -i)))
+        return taken
+
+    by_deadline = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline_s)
+    best = kept(by_deadline, start_s)
+    head_end_s = start_s + jobs[0].seconds
+    behind_head = kept([index for index in by_deadline if index], head_end_s)
+    with_head = (head_end_s <= jobs[0].deadline_s) + len(behind_head)
+    return best[0] if best and with_head < len(best) else 0
+
+
+@given(st.lists(jobs_of, min_size=1, max_size=40), st.integers(0, 10))
+def test_the_exact_choice_is_that_of_the_plain_algorithm(jobs: list[Job], start_s: int) -> None:
+    start = float(start_s)
+    assert select_moore_hodgson(jobs, start, bound=1) == plain_moore_hodgson(jobs, start)
