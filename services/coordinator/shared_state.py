@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -43,6 +44,8 @@ WRITE_ATTEMPTS: Final = 2
 WRITE_RETRY_S: Final = 0.1
 """The end of a round is tried again once before it waits for the store: a single operation that
 fails is no outage, and whoever comes next should find the round ended."""
+SETTLE_WAIT_S: Final = 0.5
+"""How long the end of a round that began without the store waits for it: it may be back."""
 DISCARD_ATTEMPTS: Final = 8
 """Compare-and-set attempts: each lost one means that another writer got further."""
 
@@ -314,6 +317,9 @@ class SharedState:
         self._write_later(ended)
         round_.detached, round_.session = True, settled
         self._note_end(ended, settled)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_WAIT_S):
+                await self._flush()
 
     async def _settle_behind(self, ended: PendingWrite) -> bool | None:
         """Whether the round's end got into a store that had forgotten its beginning, or that its

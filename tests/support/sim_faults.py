@@ -251,9 +251,10 @@ class Nemesis:
         if life is None or life.task is None or not self._may_die(life.role):
             return
         await self._admin("DrainWorker", admin_pb.DrainWorkerRequest(worker_id=life.name))
-        # One that heard of it ends, however slow it is; of another nobody knows.
-        heard = life.shutdown._draining.is_set()
-        await asyncio.wait([life.task], timeout=None if heard else DRAIN_WITHIN_S)
+        await asyncio.wait([life.task], timeout=DRAIN_WITHIN_S)
+        # One that has heard of it ends, however slow it is, unless it is killed before.
+        while life.alive and life.shutdown._draining.is_set():
+            await asyncio.wait([life.task], timeout=DRAIN_WITHIN_S)
         if life.ended_well is not None or not life.alive:
             await self._restart(life.name, life.role)
 
