@@ -10,7 +10,9 @@ import asyncio
 import math
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -61,6 +63,7 @@ from ampd.adapters.state_limits import (
     MAX_ROUNDS_KEPT,
     REPLAY_TTL_S,
 )
+from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.lifecycle import SessionRecord, SessionState
 from ampd.core.model import PolicySpec, RoundRecord, WorkerInfo, WorkerLoad, WorkerView
@@ -79,13 +82,15 @@ Safe: every write here gives the same result when it is sent twice."""
 MAX_SCANNED_PER_PAGE: Final = 4 * MAX_PAGE_SIZE
 """Index entries, expired ones included, that one page looks at before it ends early."""
 
-MAX_WORKER_INFOS_CACHED: Final = 1024
-"""Decoded WorkerInfos kept per store: a worker's never changes, and checking its cost model
-takes 20 times as long as all the rest of its entry."""
+MAX_WORKERS_CACHED: Final = 1024
+"""Decoded WorkerInfos, WorkerLoads and CostModels kept per store. A worker's info never changes,
+and checking its cost model takes 20 times as long as all the rest of its entry; its load changes
+with a heartbeat, which many reads see; and routing counts once where workers share one model."""
 
 MAX_UNREADABLE_NAMED: Final = 256
 """Unreadable worker entries that are logged, once each."""
 
+_WORKER_ID: Final = attrgetter("info.worker_id")
 _INCARNATION_DIGITS: Final = 20
 _UNAVAILABLE_CODES: Final = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
 _UNAVAILABLE_ERRORS: Final = (ClusterDownError, OutOfMemoryError, ReadOnlyError, TryAgainError)
@@ -135,7 +140,9 @@ class RedisStateStore:
         self._life = ""
         self._age_s = math.inf
         self._unreadable: set[str] = set()
-        self._decode_info = lru_cache(MAX_WORKER_INFOS_CACHED)(partial(decode, WORKER_INFO))
+        self._decode_info = lru_cache(MAX_WORKERS_CACHED)(self._info)
+        self._decode_load = lru_cache(MAX_WORKERS_CACHED)(partial(decode, WORKER_LOAD))
+        self._shared_cost = lru_cache(MAX_WORKERS_CACHED)(_same)
 
     # --- workers
 
@@ -361,13 +368,17 @@ class RedisStateStore:
         for raw_id, info, load, age_ms in entries:
             try:
                 view = WorkerView(
-                    self._decode_info(info), decode(WORKER_LOAD, load), max(0, age_ms) / 1000
+                    self._decode_info(info), self._decode_load(load), max(0, age_ms) / 1000
                 )
             except AmpdError as error:
                 self._log_unreadable(raw_id.decode(), error)
             else:
                 views.append(view)
-        return tuple(sorted(views, key=lambda view: view.info.worker_id))
+        return tuple(sorted(views, key=_WORKER_ID))
+
+    def _info(self, raw: bytes) -> WorkerInfo:
+        info = decode(WORKER_INFO, raw)
+        return replace(info, cost=self._shared_cost(info.cost))
 
     def _log_unreadable(self, worker_id: str, error: AmpdError) -> None:
         # An entry of some other version must not stop the routing to all the others.
@@ -401,6 +412,10 @@ class RedisStateStore:
         except (RedisError, OSError) as error:
             # TimeoutError is an OSError, whoever raised it.
             raise store_unavailable(operation, error) from error
+
+
+def _same(cost: CostModel | None) -> CostModel | None:
+    return cost
 
 
 def _ms(seconds: float) -> int:
