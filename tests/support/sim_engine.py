@@ -78,6 +78,10 @@ class SimEngines:
         self._factors: dict[str, float] = {}
         self._settings: dict[str, EmulatedSettings] = {}
         self.memories: dict[bytes, _Memory] = {}
+        self.on_start: Callable[[EmulatedEngine, bytes], None] = lambda *_: None
+        """An engine has started, under the locator of its memory."""
+        self.on_copy: Callable[[bytes, bytes, KvPiece], None] = lambda *_: None
+        """Bytes have moved: whose (locator), to whose, and which."""
         self.block_bytes = shape.block_tokens * STORED_BYTES
 
     async def start(self, process: SimProcess, worker_id: str, incarnation: int) -> EmulatedEngine:
@@ -96,13 +100,15 @@ class SimEngines:
         )
         self._settings[worker_id] = settings
         transport = SimKvTransport(self, process, f"{worker_id}/{incarnation}".encode())
-        return EmulatedEngine(
+        engine = EmulatedEngine(
             settings,
             worker_id=worker_id,
             incarnation=incarnation,
             transport=transport,
             clock=time.monotonic,
         )
+        self.on_start(engine, transport.locator)
+        return engine
 
     def slow(self, worker_id: str, factor: float) -> None:
         """Its steps take so many times as long, from the next one on."""
@@ -175,6 +181,7 @@ class SimKvTransport:
             raise _gone("this transport is closed")
         start, local = piece.remote_offset, piece.local_offset
         self._memory[local : local + piece.length] = source.memory[start : start + piece.length]
+        self._engines.on_copy(locator, self._locator, piece)
 
     async def tell(self, locator: bytes, message: bytes) -> None:
         """See the port."""

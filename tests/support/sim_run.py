@@ -12,6 +12,7 @@ from typing import Final
 
 from checkers import Allowed, Books, Judge, left_overs
 from cluster_sim import SimCluster, SimShape
+from kv_watch import KvWatch
 from sim_engine import KvFaults
 from sim_faults import Nemesis, Profile
 from sim_store import StoreFaults
@@ -179,6 +180,7 @@ async def _run(seed: int, name: str, held: list[SimCluster], edges: ExitStack, l
         full=not calm,
     )
     judge, books = Judge(cluster, allowed), Books(cluster, frees_within_s=profile.frees_within_s)
+    KvWatch(cluster.engines, cluster.violate)
     edges.enter_context(cluster.installed())
     cluster.start_all()
     await asyncio.sleep(START_S)
