@@ -41,6 +41,9 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 MIXED: Final = "mixed"
 KV: Final = "kv"
+"""Kinds of points."""
+BATCH: Final = "batch"
+"""Decode and mixed steps of one batch: measured together."""
 
 PREFILL_SHARE: Final = 0.33
 KV_SHARE: Final = 0.12
@@ -49,6 +52,8 @@ AGAIN_SHARE: Final = 0.08
 leave is for decode and mixed steps."""
 LARGEST_SHARE: Final = 0.15
 """Of its part that one point may take; larger ones are not measured."""
+LARGEST_BATCH_SHARE: Final = 0.25
+"""The same for a batch, with all that is measured beside it."""
 SMALLEST_TOKENS: Final = 16
 LARGEST_TOKENS: Final = 131_072
 MAX_HISTORIES: Final = 10
@@ -70,6 +75,8 @@ REPEATS: Final = 3
 MAX_REPEATS: Final = 7
 QUIET_SPREAD: Final = 0.04
 """Times that scatter less need no more repeats."""
+KV_PASSES: Final = 3
+"""Over all transfers, if their part's time allows."""
 NOISY_SPREAD: Final = 0.10
 """Points that scatter more are measured again at the end."""
 KNOWN_ERROR: Final = 0.03
@@ -80,7 +87,8 @@ DECODE_STEPS: Final = 9
 WARM_UP_TOKENS: Final = 2
 """Of every stream, before its steps count."""
 PROBES: Final = 6
-"""Chunks of different sizes that are prefilled beside one batch."""
+LEAST_PROBES: Final = 2
+"""Chunks of different sizes that are prefilled beside one batch: fewer where they take long."""
 STEPS_PER_PROBE: Final = 3
 """The chunk's, and those that pass between two of them."""
 
@@ -196,6 +204,7 @@ class _Campaign:
         self._base_s = 0.0
         """What computing it took: it is in no entry."""
         self._histories: list[int] = []
+        self._most_batch_s = 0.0
 
     async def close(self) -> None:
         """Let go of all that is held."""
@@ -238,12 +247,20 @@ class _Campaign:
             return _log_uniform(numbers, self._block, max(known)), 0
 
         await self._survey(KV, part_s, coarse, fine, self._prefill_cost_s, transfer, draw)
+        # A read is over when somebody looks: what else runs on the hosts shows for seconds.
+        for number in range(1, KV_PASSES):
+            for entry in [e for e in self._journal if e.key.startswith(f"{KV} ")]:
+                name = f"again {number} {entry.key}"
+                spent_s = sum(e.took_s for e in self._journal if f"{KV} " in e.key)
+                if self._journal.get(name) is not None or spent_s + entry.took_s <= part_s:
+                    await transfer(*_planned(entry.key), name)
 
     async def batches(self) -> None:
         """T_dec over sequences and contexts, and T_mixed with chunks beside them."""
         budget_s = self._limits.budget_s
-        spent_s = sum(e.took_s for e in self._journal if not e.key.startswith("batch "))
+        spent_s = sum(e.took_s for e in self._journal if not e.key.startswith(f"{BATCH} "))
         part_s = max(0.0, (1 - AGAIN_SHARE) * budget_s - spent_s - self._base_s)
+        self._most_batch_s = LARGEST_BATCH_SHARE * part_s
         most_context = min(self._longest // 2, LARGEST_CONTEXT_TOKENS)
         least_context = min(LEAST_CONTEXT_TOKENS, most_context)
         sequences = _sizes(1, self._limits.max_batch, 2)
@@ -257,7 +274,7 @@ class _Campaign:
             longest = max(point.context_tokens // point.batch for point in known)
             return _log_uniform(numbers, 1, most), _log_uniform(numbers, least_context, longest)
 
-        await self._survey("batch", part_s, coarse, fits, self._batch_cost_s, self._batch, draw)
+        await self._survey(BATCH, part_s, coarse, fits, self._batch_cost_s, self._batch, draw)
 
     async def noisy_ones(self, lender: Lender | None) -> None:
         """What scatters most is measured again: somebody else was busy then."""
@@ -297,12 +314,13 @@ class _Campaign:
         """Measure the grid as far as `part_s` reaches, and now and then a point that `draw`
         draws."""
         surprises: list[tuple[Sizes, float]] = []
+        largest = LARGEST_BATCH_SHARE if kind == BATCH else LARGEST_SHARE
 
         def affordable(sizes: Sizes, *, held_out: bool = False) -> bool:
             if self._journal.get(_key(kind, sizes, held_out)) is not None:
                 return True
             spent_s = sum(e.took_s for e in self._journal if e.key.startswith(f"{kind} "))
-            return cost_s(sizes) <= min(LARGEST_SHARE * part_s, part_s - spent_s)
+            return cost_s(sizes) <= min(largest * part_s, part_s - spent_s)
 
         def plan() -> Iterator[Sizes]:
             done = set()
@@ -416,17 +434,18 @@ class _Campaign:
 
     async def _batch(self, sizes: Sizes, held_out: bool, name: str = "") -> list[Point]:
         batch, context = sizes
-        key = _key("batch", sizes, held_out)
+        key = _key(BATCH, sizes, held_out)
         numbers = _numbers(key)
         longest = min(self._step_tokens(), self._longest - SMALLEST_TOKENS)
+        count = self._probes(sizes)
         if held_out:
-            chunks = [_log_uniform(numbers, SMALLEST_TOKENS, longest) for _ in range(PROBES)]
+            chunks = [_log_uniform(numbers, SMALLEST_TOKENS, longest) for _ in range(count)]
             probes = [(chunk, self._random_history(numbers, chunk)) for chunk in chunks]
         else:
             histories = [0, *self._histories[::-3]]
             chunks = _sizes(SMALLEST_TOKENS, longest, 2)
             grid = [(c, h) for c in chunks for h in histories if c + h < self._longest]
-            probes = numbers.sample(grid, min(PROBES, len(grid)))
+            probes = numbers.sample(grid, min(count, len(grid)))
 
         async def measure() -> list[Point]:
             return await self._beside(batch, context, probes, held_out)
@@ -586,12 +605,24 @@ class _Campaign:
         return REPEATS * self._prefill_s(*sizes)
 
     def _batch_cost_s(self, sizes: Sizes) -> float:
+        return self._beside_s(sizes, self._probes(sizes))
+
+    def _probes(self, sizes: Sizes) -> int:
+        """As many as a batch may take."""
+        for count in range(PROBES, LEAST_PROBES, -1):
+            if self._beside_s(sizes, count) <= self._most_batch_s:
+                return count
+        return LEAST_PROBES
+
+    def _beside_s(self, sizes: Sizes, probes: int) -> float:
+        """Streams of these sizes, and so many chunks beside them."""
         batch, context = sizes
         cost = self._cost(DECODE)
         step_s = self._prefill_s(batch, 0) if cost is None else cost.t_dec(batch, batch * context)
         chunk_s = self._prefill_s(self._step_tokens() // 3, 0)
-        steps = DECODE_STEPS + STEPS_PER_PROBE * PROBES * REPEATS
-        return batch * self._prefill_s(context, 0) + steps * step_s + PROBES * REPEATS * chunk_s
+        chunks = REPEATS * probes
+        steps = WARM_UP_TOKENS + DECODE_STEPS + (STEPS_PER_PROBE - 1) * chunks
+        return batch * self._prefill_s(context, 0) + steps * step_s + chunks * (step_s + chunk_s)
 
     def _step_tokens(self) -> int:
         """The most prompt tokens that one step is known to compute."""
@@ -610,7 +641,7 @@ class _Campaign:
         return stream <= self._longest and batch * stream + other <= self._load.kv_tokens
 
     def _holds(self, kind: str, sizes: Sizes) -> bool:
-        return self._fits(*sizes) if kind == "batch" else sum(sizes) <= self._longest
+        return self._fits(*sizes) if kind == BATCH else sum(sizes) <= self._longest
 
 
 def _fitted(kind: str, samples: Sequence[StepSample]) -> CostModel | None:

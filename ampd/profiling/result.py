@@ -38,13 +38,13 @@ def profile_of(
     grid = [point for point in points if not point.held_out]
     apart = [point for point in points if point.held_out]
     prefills = [as_sample(point) for point in grid if point.kind == PREFILL]
-    # Of prefills alone T_mixed sees those of one step.
-    steps = [as_sample(p) for p in grid if p.kind in (DECODE, MIXED)]
-    steps += [as_sample(p) for p in grid if p.kind == PREFILL and p.steps == 1]
+    # Decode steps are what a mixed one tends to as its chunk shrinks; prefills alone are left
+    # out of T_mixed unless there is nothing else.
+    steps = [as_sample(point) for point in grid if point.kind in (DECODE, MIXED)]
     transfers = _transfers(grid, link)
     if not prefills:
         raise AmpdError(ErrorReason.ENGINE_FAILED, "no engine step was measured")
-    cost, report = fit_cost_model(steps, prefills=prefills, kv_samples=transfers)
+    cost, report = fit_cost_model(steps or prefills, prefills=prefills, kv_samples=transfers)
     measured = cost.kv if transfers else other_link
     cost = replace(
         cost,
