@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from ampd.cli import policy, profile, session, worker
+from ampd.cli import bench, policy, profile, session, worker
 from ampd.cli.chat import chat
 from ampd.cli.console import say_error
 from ampd.cli.demo import demo
@@ -32,6 +32,7 @@ app.add_typer(worker.app, name="worker")
 app.add_typer(session.app, name="session")
 app.add_typer(policy.app, name="policy")
 app.add_typer(profile.app, name="profile")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

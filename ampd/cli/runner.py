@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def run_async(main: Coroutine[Any, Any, T]) -> T:
+def run_async(
+    main: Coroutine[Any, Any, T],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
     """`asyncio.run`, but SIGTERM and SIGHUP cancel as Ctrl-C does.
 
     A command that was stopped raises KeyboardInterrupt after its cleanup; a second Ctrl-C cuts
@@ -25,6 +28,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
         return await main
 
     try:
-        return asyncio.run(stoppable())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(stoppable())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
