@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cluster_sim import Life, SimCluster
+from sim_tools import returned, server_calls
 from sim_workload import Ask, Seen
 
 from ampd.adapters.engine_emulated import Expected
@@ -88,21 +89,34 @@ class Judge:
             self._violate(ask, "the stream ended without a word")
         if seen.error is not None:
             self._judge_error(ask, seen.error)
-        if (seen.tokens or seen.finished) and not seen.placed:
+        told = [*seen.earlier, seen]
+        if any((one.tokens or one.finished) and not one.placed for one in told):
             self._violate(ask, "tokens without a placement")
-        if not seen.placed:
+        if not told[0].placed:
             return histories
-        agree = [h for h in histories if self._agrees(h, ask, seen)]
+        agree = [h for h in histories if self._all_agree(h, ask, told)]
         if not agree:
-            self._explain(ask, histories, seen)
+            self._explain(ask, histories, told)
             return histories
-        text = self.expected(agree[0], ask).text
+        for (history, asked), one in zip(ask.rounds(agree[0], self.expected), told, strict=False):
+            self._judge_round(asked, history, one)
+        return agree
+
+    def _judge_round(self, ask: Ask, history: list[int], seen: Seen) -> None:
+        """One of the stream's, which agrees with the history."""
+        text = self.expected(history, ask).text
         if not text.startswith(seen.text):
             self._violate(ask, f"text {seen.text!r} does not begin {text!r}")
         if seen.finished is not None:
-            self._judge_finished(ask, agree[0], seen)
+            self._judge_finished(ask, history, seen)
             self.rounds += not seen.replays
-        return agree
+        if seen.called:
+            calls = server_calls(text)
+            if seen.called != [(call.name, call.arguments) for call in calls][: len(seen.called)]:
+                self._violate(ask, f"tools called: {seen.called}, not {calls}")
+            results = [(call.name, returned(call).content, returned(call).failed) for call in calls]
+            if not set(seen.returned) <= set(results) or len(seen.returned) > len(results):
+                self._violate(ask, f"tools returned: {seen.returned}, not {results}")
 
     def found(self, histories: list[list[int]], session: Session) -> None:
         """See the protocol."""
@@ -122,6 +136,17 @@ class Judge:
 
     # --- how ---------------------------------------------------------------------------------
 
+    def _all_agree(self, history: list[int], ask: Ask, told: list[Seen]) -> bool:
+        """All rounds of a stream with what must follow that history."""
+        rounds = ask.rounds(history, self.expected)
+        over = told[-1].finished is not None
+        if len(told) > len(rounds) or (over and len(told) < len(rounds)):
+            return False
+        return all(
+            self._agrees(before, asked, one)
+            for (before, asked), one in zip(rounds, told, strict=False)
+        )
+
     def _agrees(self, history: list[int], ask: Ask, seen: Seen) -> bool:
         kept = _kept(history, ask)
         if any(placed.history_tokens != len(kept) for placed in seen.placed):
@@ -131,8 +156,17 @@ class Judge:
             return seen.tokens == expected.tokens
         return seen.tokens == expected.tokens[: len(seen.tokens)]
 
-    def _explain(self, ask: Ask, histories: list[list[int]], seen: Seen) -> None:
-        """What is wrong with a stream that agrees with no history."""
+    def _explain(self, ask: Ask, histories: list[list[int]], stream: list[Seen]) -> None:
+        """What is wrong with a stream that agrees with no history: the first such round."""
+        for number, seen in enumerate(stream):
+            rounds = [ask.rounds(history, self.expected) for history in histories]
+            rounds = [following for following in rounds if len(following) > number]
+            if not any(self._agrees(*following[number], seen) for following in rounds):
+                break
+        if not rounds:
+            self._violate(ask, f"round {number} of a stream behind its end")
+            return
+        ask, histories = rounds[0][number][1], [following[number][0] for following in rounds]
         told = sorted({placed.history_tokens for placed in seen.placed})
         lengths = [len(_kept(history, ask)) for history in histories]
         right = [_common(seen.tokens, self.expected(history, ask).tokens) for history in histories]
@@ -374,6 +408,8 @@ def _holdings(life: Life) -> dict[str, Any]:
         }
     if (tasks := parts.get("tasks")) is not None:
         held["offered tasks"] = len(tasks._offered)
+    if (toolbox := parts.get("toolbox")) is not None:
+        held["running tools"] = toolbox.running
     if (worker := parts.get("worker")) is not None:
         held |= {
             "queued tasks": len(worker._queue),

@@ -29,13 +29,12 @@ import grpc
 import structlog
 from sim_engine import SimEngines
 from sim_store import SNAPSHOT_S, SimStore
+from sim_tools import SimTokenizer, SimTools, parse
 from virtual_grpc import VirtualNetwork
 from virtual_loop import PROCESS, SimProcess, VirtualLoop
 
 from ampd.adapters.engine_emulated import blocks as engine_blocks
 from ampd.adapters.engine_emulated import pins as engine_pins
-from ampd.adapters.tools.entry_points import EntryPointTools
-from ampd.adapters.tools.parsers import load_parser
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import Role
 from ampd.core.prefill_queue import PrefillQueue, QueuedPrefill
@@ -133,6 +132,7 @@ class SimCluster:
             lambda *_: None
         )
         self._uuids = random.Random(f"uuids {seed}")
+        self._tool_times = random.Random(f"tools {seed}")
         self._numbers = 0
 
     # --- the log ---------------------------------------------------------------------------
@@ -218,8 +218,7 @@ class SimCluster:
                     policy=shape.policy, max_running_rounds=shape.max_running_rounds, **common
                 )
                 policy = settings.default_policy()
-                parser = load_parser(settings.tool_call_parser)
-                await coordinator_main.serve(settings, policy, parser, life.shutdown)
+                await coordinator_main.serve(settings, policy, parse, life.shutdown)
             case Role.PREFILL:
                 await prefill_main.serve(
                     PrefillSettings(max_queued_tasks=shape.max_queued_tasks, **common),
@@ -234,7 +233,8 @@ class SimCluster:
                     prefill_timeout_s=shape.prefill_timeout_s,
                     **common,
                 )
-                await decode_main.serve(decode_settings, _no_tools(), life.shutdown)
+                tools: Any = SimTools(self._tool_times)
+                await decode_main.serve(decode_settings, tools, life.shutdown)
 
     def kill(self, name: str, *, silent: bool = False) -> None:
         """SIGKILL (or, silent: the host is gone without a word): it takes no further step."""
@@ -308,7 +308,7 @@ class SimCluster:
             stack.callback(random.setstate, state)
             random.seed(self._uuids.getrandbits(64))
             put(ProcessSettings, "open_store", self._open_store)
-            put(coordinator_main, "_tokenizer", _tokenizer)
+            put(coordinator_main, "_tokenizer", lambda _: SimTokenizer())
             for limits in (engine_blocks, engine_pins):
                 put(limits, "MAX_LOANS", MAX_LOANS)
             for module in (prefill_main, decode_main):
@@ -319,6 +319,7 @@ class SimCluster:
             self._keep(put, decode_main, "Home", "home")
             self._keep(put, decode_main, "PrefillTasks", "tasks")
             self._keep(put, decode_main, "SessionMover", "mover")
+            self._keep(put, decode_main, "ToolBox", "toolbox")
             put(PrefillQueue, "take", _observed(PrefillQueue.take, self))
             before = structlog.get_config()
             stack.callback(lambda: structlog.configure(**before))
@@ -380,15 +381,6 @@ class SimCluster:
         raise structlog.DropEvent
 
 
-@functools.cache
-def _no_tools() -> EntryPointTools:
-    """Looking for what is installed takes longer than a run."""
-    settings = DecodeSettings(
-        worker_id="d", listen="d:7000", model="emulated", store_url="unix:///simulated"
-    )
-    return EntryPointTools(settings.tools, settings.tool_limits())
-
-
 def _is_background(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(_is_background(inner) for inner in error.exceptions)
@@ -418,16 +410,6 @@ def _observed(take: Any, cluster: SimCluster) -> Any:
         return taken
 
     return observed
-
-
-class _NoTokenizer:
-    """Clients of the simulation send token ids."""
-
-    vocab_size = 1 << 16
-
-
-def _tokenizer(_folder: Any) -> _NoTokenizer:
-    return _NoTokenizer()
 
 
 def hash_line(digest: int, line: str) -> int:

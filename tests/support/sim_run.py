@@ -57,6 +57,7 @@ _RESTLESS: Final = WorkShape(
     repeat_share=0.2,
     twice_share=0.1,
     close_early_share=0.05,
+    tools_share=0.15,
 )
 _TIGHT: Final = SimShape(
     kv_tokens=1024,

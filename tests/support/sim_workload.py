@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import grpc
 from cluster_sim import SimCluster
+from sim_tools import MAX_CALLS, MAX_MESSAGE_TOKENS, TOOL_ROUNDS, TOOLS, increment, server_calls
 
 from ampd.adapters.engine_emulated import Expected
 from ampd.core.errors import AmpdError, ErrorReason
@@ -60,13 +62,15 @@ class WorkShape:
     """Rounds that are sent to two coordinators at once, with one request_id."""
     close_early_share: float = 0.0
     """Sessions that are closed while a round runs."""
+    tools_share: float = 0.0
+    """Rounds that may be followed by rounds behind what the server's tools returned."""
     patience_s: float = 120.0
     """How long a call is tried again."""
 
 
 @dataclass(eq=False)
 class Seen:
-    """What one Generate call told."""
+    """What one Generate call told: of its last round, if tools have led to several."""
 
     session: str
     request_id: str
@@ -81,6 +85,12 @@ class Seen:
     """The round had finished for this client before."""
     after_end: int = 0
     """Events behind the end."""
+    called: list[tuple[str, str]] = field(default_factory=list)
+    """Tools and their arguments, behind this round."""
+    returned: list[tuple[str, str, bool]] = field(default_factory=list)
+    """Tools, what came of them and whether they failed, in any order."""
+    earlier: list[Seen] = field(default_factory=list)
+    """The rounds of the stream before this one; each has finished."""
 
 
 @dataclass(eq=False)
@@ -95,6 +105,37 @@ class Ask:
     deadline_s: float | None = None
     own_close: bool = False
     """The client itself closes the session meanwhile."""
+    tool_rounds: int = 0
+    """Rounds that may follow, behind the results of the server's tools."""
+
+    def rounds(
+        self, history: list[int], expected: Callable[[list[int], Ask], Expected]
+    ) -> list[tuple[list[int], Ask]]:
+        """All rounds of the stream: each over its history, and asked for in these words."""
+        rounds = [(history, self)]
+        for number in range(1, self.tool_rounds + 1):
+            before, ask = rounds[-1]
+            calls = server_calls(expected(before, ask).text)
+            if not calls:
+                break
+            after = ask.after(before, expected)
+            following = replace(
+                self,
+                request_id=f"{self.request_id}#{number}",
+                increment=increment(calls),
+                keep=None,
+                tool_rounds=0,
+            )
+            rounds.append((after, following))
+        return rounds
+
+    def after(
+        self, history: list[int], expected: Callable[[list[int], Ask], Expected]
+    ) -> list[int]:
+        """The history behind this one round."""
+        kept = history if self.keep is None else history[: self.keep]
+        output = expected(history, self)
+        return kept + self.increment + output.tokens[: output.kept_output_tokens]
 
 
 class Witness(Protocol):
@@ -138,6 +179,7 @@ class Agent:
         self.name = f"agent-{number}"
         self._cluster = cluster
         self._rng = random.Random(f"agent {seed} {number}")
+        self._rng_tools = random.Random(f"agent with tools {seed} {number}")
         self._shape = shape
         self._witness = witness
         self._histories: list[list[int]] = [[]]
@@ -238,9 +280,13 @@ class Agent:
             keep = rng.choice((0, least, rng.randint(0, least), least // block * block))
         elif rng.random() < 0.3:
             keep = least
+        tool_rounds = TOOL_ROUNDS if self._rng_tools.random() < shape.tools_share else 0
         room = self._cluster.shape.max_model_tokens - max(map(len, self._histories)) - count
-        if room < shape.max_output_tokens + block:
+        most = shape.max_output_tokens + block
+        if room < most:
             keep = 0
+        if room < most + TOOL_ROUNDS * (MAX_CALLS * MAX_MESSAGE_TOKENS + most):
+            tool_rounds = 0
         ask = Ask(
             session=self.session,
             request_id=f"{self.name}-{index}",
@@ -248,6 +294,7 @@ class Agent:
             keep=keep,
             sampling=self._sampling(),
             deadline_s=rng.uniform(0.01, 2.0) if rng.random() < shape.deadline_share else None,
+            tool_rounds=tool_rounds,
         )
         return self._with_stops(ask) if rng.random() < 0.3 else ask
 
@@ -313,8 +360,8 @@ class Agent:
             assert best is not None
             if best.finished is not None:
                 before = histories[0]
-                kept = before if ask.keep is None else before[: ask.keep]
-                self._histories = [kept + ask.increment + self._kept_output(before, ask)]
+                last, asked = ask.rounds(before, self._witness.expected)[-1]
+                self._histories = [asked.after(last, self._witness.expected)]
                 self._last = (ask, before)
                 break
             over = give_up_s is not None and self._cluster.loop.time() - begun_s >= give_up_s
@@ -348,18 +395,15 @@ class Agent:
 
     def _possible(self, histories: list[list[int]], ask: Ask) -> list[list[int]]:
         possible = list(histories)
+        expected = self._witness.expected
         for history in histories:
-            kept = history if ask.keep is None else history[: ask.keep]
             if ask.keep is not None and ask.keep > len(history):
                 continue
-            after = kept + ask.increment + self._kept_output(history, ask)
-            if after not in possible:
-                possible.append(after)
+            for before, asked in ask.rounds(history, expected):
+                after = asked.after(before, expected)
+                if after not in possible:
+                    possible.append(after)
         return possible
-
-    def _kept_output(self, history: list[int], ask: Ask) -> list[int]:
-        expected = self._witness.expected(history, ask)
-        return expected.tokens[: expected.kept_output_tokens]
 
     async def _repeat(self) -> None:
         """A finished round once more: the same answer, nothing run twice."""
@@ -389,6 +433,9 @@ class Agent:
             sampling=sampling_to_proto(ask.sampling),
         )
         request.token_ids.ids.extend(ask.increment)
+        if ask.tool_rounds:
+            request.server_tools.extend(TOOLS)
+            request.max_tool_rounds = ask.tool_rounds
         seen = Seen(ask.session, ask.request_id, replays=replays)
         call = self._stub().Generate(request, timeout=ask.deadline_s)
         try:
@@ -419,8 +466,19 @@ class Agent:
             case "tokens":
                 seen.tokens.extend(response.tokens.token_ids)
                 seen.text += response.tokens.text
+            case "finished" if response.finished.continues:
+                seen.earlier.append(
+                    replace(seen, finished=response.finished, earlier=[], called=[], returned=[])
+                )
+                seen.tokens, seen.text, seen.placed = [], "", []
             case "finished":
                 seen.finished = response.finished
+            case "tool_called":
+                call = response.tool_called
+                seen.earlier[-1].called.append((call.name, call.arguments))
+            case "tool_returned":
+                result = response.tool_returned
+                seen.earlier[-1].returned.append((result.name, result.content, result.failed))
 
 
 class Retries:
