@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from pydantic import ValidationError
 
 from ampd.adapters.engine_vllm.settings import Device
 from ampd.cli.cluster import EngineKind
@@ -22,6 +23,7 @@ from ampd.cli.options import Profile as ProfileOption
 from ampd.cli.profile_views import draw, summary
 from ampd.cli.runner import run_async
 from ampd.core.cost_model import Link
+from ampd.core.errors import AmpdError
 from ampd.core.model import Role
 from ampd.ports import Engine
 from ampd.profiling.campaign import Limits, measure_points
@@ -105,13 +107,8 @@ def run(
             exit_code=ExitCode.USAGE,
         )
     path, name = served_model(engine, model)
-    job = _Job(
-        out=out,
-        plot=plot,
-        limits=Limits(budget, max_batch),
-        transfers=transfers,
-        model_name=name,
-        settings=WorkerSettings.model_validate(
+    try:
+        settings = WorkerSettings.model_validate(
             {
                 "worker_id": "profile",
                 "listen": "127.0.0.1:1",  # nobody calls it, and it calls no store
@@ -129,10 +126,22 @@ def run(
                 "profile": profile,
                 "time_scale": time_scale,
                 "kv_cache_bytes": (kv_cache_mib or (16384 if emulated else 1024)) * _MIB,
+                "kv_transport": "nixl" if transfers else "inproc",
                 "log_level": "error",
             }
-        ),
+        )
+    except ValidationError as error:
+        wrong = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())
+        raise CliError(wrong, exit_code=ExitCode.USAGE) from error
+    job = _Job(
+        out=out,
+        plot=plot,
+        limits=Limits(budget, max_batch),
+        transfers=transfers,
+        model_name=name,
+        settings=settings,
     )
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if fresh:
         job.journal_path.unlink(missing_ok=True)
     try:
@@ -164,7 +173,11 @@ async def _measure(job: _Job) -> Profile:
             f"blocks of {info.block_tokens}, context {info.max_model_tokens}"
             + (f", {settings.profile} x {settings.time_scale:g}" if settings.profile else ""),
         )
-        journal = Journal.open(job.journal_path, subject)
+        try:
+            journal = Journal.open(job.journal_path, subject)
+        except AmpdError as error:
+            hint = "--fresh starts anew"
+            raise CliError(error.message, hint=hint, exit_code=ExitCode.USAGE) from error
         if len(journal):
             say(f"going on: {len(journal)} measurements are there ({journal.spent_s:.0f} s)")
 

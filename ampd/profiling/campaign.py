@@ -45,8 +45,8 @@ KV: Final = "kv"
 BATCH: Final = "batch"
 """Decode and mixed steps of one batch: measured together."""
 
-PREFILL_SHARE: Final = 0.33
-KV_SHARE: Final = 0.12
+PREFILL_SHARE: Final = 0.28
+KV_SHARE: Final = 0.10
 AGAIN_SHARE: Final = 0.08
 """Of the budget: for prefills alone, for KV transfers, for what is measured again. What they
 leave is for decode and mixed steps."""
@@ -74,7 +74,7 @@ LAST_DRAWS: Final = 20
 REPEATS: Final = 3
 MAX_REPEATS: Final = 7
 QUIET_SPREAD: Final = 0.04
-"""Times that scatter less need no more repeats."""
+"""Times that scatter less need no more repeats; nor does what has taken its share of time."""
 KV_PASSES: Final = 3
 """Over all transfers, if their part's time allows."""
 NOISY_SPREAD: Final = 0.10
@@ -463,6 +463,7 @@ class _Campaign:
         decodes: list[StepSample] = []
         mixed: dict[Sizes, list[StepSample]] = {probe: [] for probe in probes}
         last = streams[-1]
+        enough_s = self._clock() + self._most_batch_s / 2
 
         def take() -> list[StepSample]:
             steps = [step for step in self._take_steps() if step.batch == batch]
@@ -473,7 +474,7 @@ class _Campaign:
             seconds = [step.seconds for step in mixed[probe]]
             if len(seconds) < REPEATS:
                 return True
-            return len(seconds) < MAX_REPEATS and spread(seconds) > QUIET_SPREAD
+            return self._clock() < enough_s and spread(seconds) > QUIET_SPREAD
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -522,12 +523,16 @@ class _Campaign:
         """One point, as often as its times scatter."""
         samples: list[StepSample] = []
         steps = 1
+        share = KV_SHARE if kind == KV else PREFILL_SHARE
+        enough_s = self._clock() + LARGEST_SHARE * share * self._limits.budget_s / 3
         for _ in range(MAX_REPEATS):
             measured = await once()
             if measured is not None:
                 sample, steps = measured
                 samples.append(sample)
-            if len(samples) >= REPEATS and spread([s.seconds for s in samples]) <= QUIET_SPREAD:
+            if len(samples) >= REPEATS and (
+                self._clock() >= enough_s or spread([s.seconds for s in samples]) <= QUIET_SPREAD
+            ):
                 break
         point = _point(kind, name, held_out, samples, steps)
         return [] if point is None else [point]
