@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -90,12 +89,21 @@ with a heartbeat, which many reads see; and routing counts once where workers sh
 MAX_UNREADABLE_NAMED: Final = 256
 """Unreadable worker entries that are logged, once each."""
 
-_WORKER_ID: Final = attrgetter("info.worker_id")
-_INCARNATION_DIGITS: Final = 20
+_BEAT_DIGITS: Final = scripts.INCARNATION_DIGITS + scripts.INSTANT_DIGITS
+_BEAT: Final = slice(scripts.INCARNATION_DIGITS, _BEAT_DIGITS)
+_LOAD: Final = slice(_BEAT_DIGITS + scripts.INSTANT_DIGITS, None)
 _UNAVAILABLE_CODES: Final = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
 _UNAVAILABLE_ERRORS: Final = (ClusterDownError, OutOfMemoryError, ReadOnlyError, TryAgainError)
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Infos:
+    """What a version of the workers' infos says, by worker_id; empty: nothing is known."""
+
+    version: bytes = b""
+    infos: Mapping[bytes, WorkerInfo] = field(default_factory=dict)
 
 
 class RedisStateStore:
@@ -127,8 +135,9 @@ class RedisStateStore:
             maint_notifications_config=MaintNotificationsConfig(enabled=False),
         )
         self._client = Redis.from_pool(pool)
-        self._worker = f"{prefix}:worker:"
         self._workers = f"{prefix}:workers"
+        self._infos = f"{prefix}:infos"
+        self._infos_version = f"{prefix}:infos-version"
         self._policy = f"{prefix}:policy"
         self._born = f"{prefix}:born"
         self._session = f"{prefix}:session:"
@@ -140,8 +149,9 @@ class RedisStateStore:
         self._life = ""
         self._age_s = math.inf
         self._unreadable: set[str] = set()
+        self._known = _Infos()
         self._decode_info = lru_cache(MAX_WORKERS_CACHED)(self._info)
-        self._decode_load = lru_cache(MAX_WORKERS_CACHED)(partial(decode, WORKER_LOAD))
+        self._decode_entry = lru_cache(MAX_WORKERS_CACHED)(_entry)
         self._shared_cost = lru_cache(MAX_WORKERS_CACHED)(_same)
 
     # --- workers
@@ -154,12 +164,13 @@ class RedisStateStore:
         accepted, policy, life = await self._run(
             "heartbeat",
             scripts.HEARTBEAT,
-            (self._worker + info.worker_id, self._workers, self._policy, self._born),
+            (self._workers, self._infos, self._infos_version, self._policy, self._born),
             info.worker_id,
             _incarnation(info.incarnation),
             encode(info),
             encode(load),
             _ms(lease_s),
+            secrets.token_bytes(16),
         )
         self._met(life)
         if not accepted:
@@ -181,38 +192,45 @@ class RedisStateStore:
         await self._run(
             "deregister",
             scripts.DEREGISTER,
-            (self._worker + worker_id, self._workers),
+            (self._workers, self._infos),
             worker_id,
             _incarnation(incarnation),
         )
 
     async def list_workers(self) -> tuple[WorkerView, ...]:
         """All live workers and coordinators, by worker_id."""
+        known = self._known
         entries = await self._run(
-            "list_workers", scripts.LIST_WORKERS, (self._workers,), self._worker
+            "list_workers",
+            scripts.LIST_WORKERS,
+            (self._workers, self._infos, self._infos_version),
+            known.version,
         )
-        return self._views(entries)
+        return self._views(entries, known)
 
     # --- sessions
 
     async def load_round(self, session_id: str, request_id: str) -> RoundContext:
         """What one routing decision reads; its cost does not grow with the history."""
+        known = self._known
         session, policy, replay, workers, life = await self._run(
             "load_round",
             scripts.LOAD_ROUND,
             (
                 self._session + session_id,
-                self._workers,
                 self._policy,
                 _pair(self._replay, session_id, request_id),
                 self._born,
+                self._workers,
+                self._infos,
+                self._infos_version,
             ),
-            self._worker,
+            known.version,
         )
         self._met(life)
         return RoundContext(
             session=None if session is None else decode(SESSION, session),
-            workers=self._views(workers),
+            workers=self._views(workers, known),
             policy=None if policy is None else decode(POLICY, policy),
             replay=replay,
         )
@@ -363,18 +381,34 @@ class RedisStateStore:
 
     # --- plumbing
 
-    def _views(self, entries: Sequence[tuple[bytes, bytes, bytes, int]]) -> tuple[WorkerView, ...]:
-        views = []
-        for raw_id, info, load, age_ms in entries:
+    def _views(
+        self, answer: tuple[list[bytes], bytes, bytes, list[bytes]], known: _Infos
+    ) -> tuple[WorkerView, ...]:
+        """`known`: what the store was told that we know."""
+        entries, now, version, infos = answer
+        if version != known.version:
+            known = self._known = self._decode_infos(version, infos)
+        now_ms, views = int(now), []
+        for raw_id, entry in sorted(_pairs(entries)):
+            info = known.infos.get(raw_id)
+            if info is None:  # unreadable
+                continue
             try:
-                view = WorkerView(
-                    self._decode_info(info), self._decode_load(load), max(0, age_ms) / 1000
-                )
+                beat_ms, load = self._decode_entry(entry)
             except AmpdError as error:
                 self._log_unreadable(raw_id.decode(), error)
             else:
-                views.append(view)
-        return tuple(sorted(views, key=_WORKER_ID))
+                views.append(WorkerView(info, load, max(0, now_ms - beat_ms) / 1000))
+        return tuple(views)
+
+    def _decode_infos(self, version: bytes, raws: list[bytes]) -> _Infos:
+        infos = {}
+        for raw_id, raw in _pairs(raws):
+            try:
+                infos[raw_id] = self._decode_info(raw)
+            except AmpdError as error:
+                self._log_unreadable(raw_id.decode(), error)
+        return _Infos(version, infos)
 
     def _info(self, raw: bytes) -> WorkerInfo:
         info = decode(WORKER_INFO, raw)
@@ -418,12 +452,22 @@ def _same(cost: CostModel | None) -> CostModel | None:
     return cost
 
 
+def _entry(raw: bytes) -> tuple[int, WorkerLoad]:
+    """When the worker's load was published, on the server's clock in ms, and the load."""
+    return int(raw[_BEAT]), decode(WORKER_LOAD, raw[_LOAD])
+
+
+def _pairs(flat: list[bytes]) -> zip[tuple[bytes, bytes]]:
+    """A hash as the server gives it: field and value in turn."""
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
 def _incarnation(incarnation: int) -> str:
-    return str(incarnation).zfill(_INCARNATION_DIGITS)
+    return str(incarnation).zfill(scripts.INCARNATION_DIGITS)
 
 
 def _pair(prefix: str, first: str, second: str) -> str:

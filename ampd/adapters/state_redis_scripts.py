@@ -24,20 +24,50 @@ class Script:
         object.__setattr__(self, "sha", digest)
 
 
-_LIVE_WORKERS: Final = """
-local function live_workers(index, prefix)
-  local live = {}
-  for _, id in ipairs(redis.call('SMEMBERS', index)) do
-    local key = prefix .. id
-    local entry = redis.call('HMGET', key, 'info', 'load', 'lease_ms')
-    if entry[1] then
-      local age_ms = tonumber(entry[3]) - redis.call('PTTL', key)
-      live[#live + 1] = {id, entry[1], entry[2], age_ms}
+INCARNATION_DIGITS: Final = 20
+"""Padded to equal length they compare as strings, beyond a double's 53 bits."""
+INSTANT_DIGITS: Final = 15
+"""Of an instant on the server's clock, Unix time in ms."""
+
+_WORKERS: Final = f"""
+-- A worker's entry: its incarnation, the instant of its last heartbeat and that of its lease's
+-- end, its load. Kept in one hash, so that all are read by one command; the infos, larger and
+-- constant, in another, with a version that changes with any of them.
+local INCARNATION, INSTANT = {INCARNATION_DIGITS}, {INSTANT_DIGITS}
+local LEASE_FROM, LEASE_TO = INCARNATION + INSTANT + 1, INCARNATION + 2 * INSTANT
+local sub = string.sub
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+-- As digits of equal length, which compare as the numbers do.
+local function instant(ms)
+  return string.format('%0' .. INSTANT .. 'd', ms)
+end
+local function is_live(entry, now)
+  return sub(entry, LEASE_FROM, LEASE_TO) > now
+end
+-- The incarnation of a worker that lives.
+local function incarnation(workers, id)
+  local entry = redis.call('HGET', workers, id)
+  return entry and is_live(entry, instant(now_ms())) and sub(entry, 1, INCARNATION)
+end
+-- What lives, in turn id and entry; now; the infos' version, and id and info of every worker
+-- unless that is the version which the reader knows.
+local function live_workers(workers, infos, version, known)
+  local now, live = instant(now_ms()), {{}}
+  local entries = redis.call('HGETALL', workers)
+  for i = 1, #entries, 2 do
+    if is_live(entries[i + 1], now) then
+      live[#live + 1] = entries[i]
+      live[#live + 1] = entries[i + 1]
     else
-      redis.call('SREM', index, id)
+      redis.call('HDEL', workers, entries[i])
+      redis.call('HDEL', infos, entries[i])
     end
   end
-  return live
+  local held = redis.call('GET', version) or ''
+  return {{live, now, held, held == known and {{}} or redis.call('HGETALL', infos)}}
 end
 """
 
@@ -60,44 +90,49 @@ end
 """
 
 LIST_WORKERS: Final = Script(
-    _LIVE_WORKERS
+    _WORKERS
     + """
--- KEYS: worker index. ARGV: worker key prefix.
-return live_workers(KEYS[1], ARGV[1])
+-- KEYS: workers, infos, their version. ARGV: the version that is known.
+return live_workers(KEYS[1], KEYS[2], KEYS[3], ARGV[1])
 """
 )
 
 LOAD_ROUND: Final = Script(
     _LIFE
-    + _LIVE_WORKERS
+    + _WORKERS
     + """
--- KEYS: session, worker index, policy, replay, born. ARGV: worker key prefix.
+-- KEYS: session, policy, replay, born, workers, infos, their version.
+-- ARGV: the version that is known.
 return {
   redis.call('HGET', KEYS[1], 'record'),
-  redis.call('HGET', KEYS[3], 'spec'),
-  redis.call('GET', KEYS[4]),
-  live_workers(KEYS[2], ARGV[1]),
-  life(KEYS[5]),
+  redis.call('HGET', KEYS[2], 'spec'),
+  redis.call('GET', KEYS[3]),
+  live_workers(KEYS[5], KEYS[6], KEYS[7], ARGV[1]),
+  life(KEYS[4]),
 }
 """
 )
 
 HEARTBEAT: Final = Script(
     _LIFE
+    + _WORKERS
     + """
--- KEYS: worker, worker index, policy, born. ARGV: worker_id, incarnation, info, load, lease_ms.
--- Incarnations are padded to equal length: they compare as strings, beyond a double's 53 bits.
-local held = redis.call('HGET', KEYS[1], 'incarnation')
+-- KEYS: workers, infos, their version, policy, born.
+-- ARGV: worker_id, incarnation, info, load, lease_ms, a version nobody else makes.
+local held = incarnation(KEYS[1], ARGV[1])
 if held and held > ARGV[2] then
-  return {0, false, life(KEYS[4])}
+  return {0, false, life(KEYS[5])}
 end
-redis.call('HSET', KEYS[1],
-  'incarnation', ARGV[2], 'info', ARGV[3], 'load', ARGV[4], 'lease_ms', ARGV[5])
-redis.call('PEXPIRE', KEYS[1], ARGV[5])
-redis.call('SADD', KEYS[2], ARGV[1])
-local now = life(KEYS[4])
-redis.call('SET', KEYS[4], now[1], 'NX')
-return {1, redis.call('HGET', KEYS[3], 'spec'), now}
+local now = now_ms()
+local entry = ARGV[2] .. instant(now) .. instant(now + ARGV[5]) .. ARGV[4]
+redis.call('HSET', KEYS[1], ARGV[1], entry)
+if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[3] then
+  redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
+  redis.call('SET', KEYS[3], ARGV[6])
+end
+local alive = life(KEYS[5])
+redis.call('SET', KEYS[5], alive[1], 'NX')
+return {1, redis.call('HGET', KEYS[4], 'spec'), alive}
 """
 )
 
@@ -110,12 +145,13 @@ return life(KEYS[1])
 )
 
 DEREGISTER: Final = Script(
-    """
--- KEYS: worker, worker index. ARGV: worker_id, incarnation.
-local held = redis.call('HGET', KEYS[1], 'incarnation')
+    _WORKERS
+    + """
+-- KEYS: workers, infos. ARGV: worker_id, incarnation.
+local held = incarnation(KEYS[1], ARGV[1])
 if held and held <= ARGV[2] then
-  redis.call('DEL', KEYS[1])
-  redis.call('SREM', KEYS[2], ARGV[1])
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('HDEL', KEYS[2], ARGV[1])
 end
 return 1
 """

@@ -331,9 +331,7 @@ async def ttls_s(raw: Redis, prefix: str) -> dict[str, float]:
     return {key.decode().removeprefix(prefix + ":"): await raw.pttl(key) / 1000 for key in keys}
 
 
-async def test_every_key_of_sessions_and_workers_expires(
-    valkey_url: str, raw: Redis, prefix: str
-) -> None:
+async def test_every_key_of_sessions_expires(valkey_url: str, raw: Redis, prefix: str) -> None:
     store = RedisStateStore(valkey_url, prefix=prefix, idle_ttl_s=5000.0)
     writes = SessionWrites(0, array("I", [1]), None, "r-0", b"x")
     await store.heartbeat(WORKER, WorkerLoad(), 30.0)
@@ -344,8 +342,9 @@ async def test_every_key_of_sessions_and_workers_expires(
     ttl_s = await ttls_s(raw, prefix)
     assert ttl_s == pytest.approx(
         {
-            "worker:decode-0": 30.0,
             "workers": -0.001,
+            "infos": -0.001,
+            "infos-version": -0.001,
             "policy": -0.001,
             "born": -0.001,
             "session:s-1": 5000.0,
@@ -383,9 +382,51 @@ async def test_an_unreadable_worker_hides_no_other(
 ) -> None:
     await store.heartbeat(WORKER, WorkerLoad(), 30.0)
     await store.heartbeat(replace(WORKER, worker_id="alien"), WorkerLoad(), 30.0)
-    await raw.hset(f"{prefix}:worker:alien", "info", b"\xc1")
+    entry = await raw.hget(f"{prefix}:workers", "alien")
+    await raw.hset(f"{prefix}:infos", "alien", b"\xc1")
     assert [view.info.worker_id for view in await store.list_workers()] == ["decode-0"]
-    assert len((await store.load_round("s", "r")).workers) == 1
+    await store.heartbeat(replace(WORKER, worker_id="other"), WorkerLoad(), 30.0)
+    await raw.hset(f"{prefix}:workers", "other", entry[:50] + b"\xc1")
+    context = await store.load_round("s", "r")
+    assert [view.info.worker_id for view in context.workers] == ["decode-0"]
+
+
+# --- workers
+
+
+async def test_what_has_no_lease_is_shed_when_it_is_met(
+    store: RedisStateStore, raw: Redis, prefix: str
+) -> None:
+    await store.heartbeat(WORKER, WorkerLoad(), 30.0)
+    await store.heartbeat(replace(WORKER, worker_id="gone"), WorkerLoad(), 0.001)
+    await asyncio.sleep(0.05)
+    assert [view.info.worker_id for view in await store.list_workers()] == ["decode-0"]
+    for key in ("workers", "infos"):
+        assert await raw.hkeys(f"{prefix}:{key}") == [b"decode-0"]
+
+
+async def test_infos_are_read_once_and_again_when_one_changes(
+    store: RedisStateStore, raw: Redis, valkey_url: str, prefix: str
+) -> None:
+    async def address(worker_id: str) -> list[str]:
+        context = await store.load_round("s", "r")
+        return [v.info.address for v in context.workers if v.info.worker_id == worker_id]
+
+    other = RedisStateStore(valkey_url, prefix=prefix)
+    await other.heartbeat(WORKER, WorkerLoad(), 30.0)
+    assert await address("decode-0") == [WORKER.address]
+    version = await raw.get(f"{prefix}:infos-version")
+    await other.heartbeat(WORKER, WorkerLoad(sessions=1), 30.0)
+    assert await raw.get(f"{prefix}:infos-version") == version
+    for incarnation, place in (
+        (WORKER.incarnation + 1, "moved:1"),
+        (WORKER.incarnation + 2, "b:2"),
+    ):
+        moved = replace(WORKER, incarnation=incarnation, address=place)
+        await other.heartbeat(moved, WorkerLoad(), 30.0)
+        # Two reads at once: each knows what it asked with.
+        assert await asyncio.gather(address("decode-0"), address("decode-0")) == [[place]] * 2
+    await other.close()
 
 
 # --- transports
