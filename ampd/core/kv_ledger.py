@@ -19,6 +19,9 @@ from ampd.core.errors import AmpdError, ErrorReason
 
 RETRY_AFTER_S: Final = 1.0
 """When only running rounds stand in the way: a round is about that long."""
+RESERVED_SHARE: Final = 0.75
+"""Share of their estimated footprints for which new sessions must find room: not all sessions
+are at their largest at once."""
 MIN_RETRY_AFTER_S: Final = 0.1
 MAX_RETRY_AFTER_S: Final = 10.0
 """Bounds of the hint where a lease stands in the way."""
@@ -36,6 +39,10 @@ class _Session:
     @property
     def held_tokens(self) -> int:
         return self.pinned_tokens if self.promised_tokens is None else self.promised_tokens
+
+    @property
+    def reserved_tokens(self) -> int:
+        return max(self.footprint_tokens, self.held_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,10 @@ class KvLedger:
         """The history of a session that is held here, in blocks; 0: evicted or unknown."""
         session = self._sessions.get(session_id)
         return session.pinned_tokens if session else 0
+
+    def is_bound(self, session_id: str) -> bool:
+        """Whether the session lives here, evicted or not."""
+        return session_id in self._sessions
 
     def is_running(self, session_id: str) -> bool:
         """Whether a round of the session is running."""
@@ -244,7 +255,7 @@ class KvLedger:
         sessions = self._sessions.values()
         running = sum(s.held_tokens for s in sessions if s.promised_tokens is not None)
         pinned = sum(s.held_tokens for s in sessions if s.promised_tokens is None)
-        reserved = sum(max(s.footprint_tokens, s.held_tokens) for s in sessions)
+        reserved = sum(s.reserved_tokens for s in sessions)
         books = (self._running_tokens, self._pinned_tokens, self._reserved_tokens)
         if (
             books != (running, pinned, reserved)
@@ -265,6 +276,8 @@ class KvLedger:
                 ErrorReason.ROUND_RUNNING,
                 f"a round of session {demand.session_id} is still running",
             )
+        if demand.session_id not in self._sessions and not self._has_room_to_live(demand, now_s):
+            raise self.exhausted(demand, now_s)
         missing = self._promise(demand, session) - session.pinned_tokens - self.free_tokens
         evictions = []
         for session_id in self.evictable(now_s) if missing > 0 else ():
@@ -280,6 +293,22 @@ class KvLedger:
         if missing > 0:
             raise self.exhausted(demand, now_s)
         return tuple(evictions)
+
+    def _has_room_to_live(self, demand: RoundDemand, now_s: float) -> bool:
+        """Whether a new session finds room for what it is expected to grow to, beside the
+        sessions that still will: those that may be evicted now make room. Else it would take
+        the KV that their next rounds need, and all would be rebuilt again and again."""
+        needed = blocks(demand.total_tokens, self._block_tokens)
+        wanted = max(needed, RESERVED_SHARE * demand.footprint_tokens)
+        if wanted + RESERVED_SHARE * self._reserved_tokens <= self._capacity_tokens:
+            return True
+        staying = sum(
+            session.reserved_tokens
+            for session in self._sessions.values()
+            if session.promised_tokens is not None
+            or (session.pinned_tokens and session.lease_end_s > now_s)
+        )
+        return not staying or wanted + RESERVED_SHARE * staying <= self._capacity_tokens
 
     def _promise(self, demand: RoundDemand, session: _Session) -> int:
         """What the session may hold while the round runs. It shares the whole blocks of the
@@ -303,4 +332,4 @@ class KvLedger:
             self._pinned_tokens += held
         else:
             self._running_tokens += held
-        self._reserved_tokens += sign * max(session.footprint_tokens, session.held_tokens)
+        self._reserved_tokens += sign * session.reserved_tokens

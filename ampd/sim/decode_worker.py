@@ -108,6 +108,8 @@ class SimDecodeWorker(PublishedLoad):
         self._calibration = 1.0
         self._calibrates = policy.name != ALWAYS_REMOTE
         self._waiting: deque[SimRound] = deque()
+        self._waiting_known: deque[SimRound] = deque()
+        """Rounds of sessions that live here: they go before new ones."""
         self._lease_poke_s = 0.0
         self._poking = False
         self._entrants: list[SimRound] = []
@@ -139,13 +141,22 @@ class SimDecodeWorker(PublishedLoad):
     @property
     def idle(self) -> bool:
         """Whether it holds no round."""
-        return not (self._waiting or self._late or self._entrants or self._locals or self._streams)
+        return not (
+            self._waiting
+            or self._waiting_known
+            or self._late
+            or self._entrants
+            or self._locals
+            or self._streams
+        )
 
     # --- admission ---------------------------------------------------------------------------
 
     def has_room(self, demand: RoundDemand) -> bool:
         """Whether a round would be admitted at once."""
-        return not self._waiting and self.ledger.can_admit(demand, self._kernel.now_s)
+        return not (self._waiting or self._waiting_known) and self.ledger.can_admit(
+            demand, self._kernel.now_s
+        )
 
     def demand(self, round_: SimRound) -> RoundDemand:
         """What a round asks of the ledger."""
@@ -162,8 +173,10 @@ class SimDecodeWorker(PublishedLoad):
         now_s = self._kernel.now_s
         if now_s >= self.next_heartbeat_s:
             self.publish(now_s)
-        if self._waiting or not self._admit(round_):
-            self._waiting.append(round_)
+        queue = self._waiting if round_.bound else self._waiting_known
+        blocked = self._waiting_known or (round_.bound and self._waiting)
+        if blocked or not self._admit(round_):
+            queue.append(round_)
             self._watch_leases(now_s)
 
     def preload(self, round_: SimRound) -> None:
@@ -190,21 +203,23 @@ class SimDecodeWorker(PublishedLoad):
 
     def _poke(self, _: None) -> None:
         """KV may have become free: the first that wait look again."""
-        waiting = self._waiting
-        if not waiting or self._poking:
+        if not (self._waiting or self._waiting_known) or self._poking:
             return
         now_s = self._kernel.now_s
         if now_s >= self.next_heartbeat_s:
             self.publish(now_s)
         self._poking = True  # one that is refused closes its session, which pokes again
-        while waiting and self._admit(waiting[0]):
+        while True:
+            waiting = self._waiting_known or self._waiting
+            if not waiting or not self._admit(waiting[0]):
+                break
             waiting.popleft()
         self._poking = False
         self._watch_leases(now_s)
 
     def _watch_leases(self, now_s: float) -> None:
         """The first that waits looks again when the next paused session may be evicted."""
-        if not self._waiting or self._lease_poke_s > now_s:
+        if not (self._waiting or self._waiting_known) or self._lease_poke_s > now_s:
             return
         lease_end_s = self.ledger.next_lease_end_s(now_s)
         if lease_end_s is not None:

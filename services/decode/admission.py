@@ -23,8 +23,10 @@ class _Waiter:
 
 
 class Admission:
-    """Promises KV in the order of arrival: a large round is not passed over by small ones for
-    ever. At most `max_waiting` rounds wait; one more is refused at once."""
+    """Promises KV in the order of arrival, first to sessions that live here, then to new ones:
+    a large round is not passed over by small ones for ever, and new sessions do not take what
+    those that are here need to end. At most `max_waiting` rounds wait; one more is refused at
+    once."""
 
     def __init__(
         self,
@@ -39,17 +41,20 @@ class Admission:
         self._evict = evict
         self._max_waiting = max_waiting
         self._clock = clock
-        self._waiting: deque[_Waiter] = deque()
+        self._known: deque[_Waiter] = deque()
+        """Of sessions that live here."""
+        self._new: deque[_Waiter] = deque()
 
     @property
     def waiting(self) -> int:
         """Rounds that wait."""
-        return len(self._waiting)
+        return len(self._known) + len(self._new)
 
     async def admit(self, demand: RoundDemand, wait_s: float) -> None:
         """Returns when the ledger has promised the round its KV. KV_TOO_SMALL; KV_EXHAUSTED
         with a retry hint after `wait_s`, or at once when too many wait."""
-        if not self._waiting:
+        known = self._ledger.is_bound(demand.session_id)
+        if not (self._known if known else self.waiting):
             try:
                 self._promise(demand)
                 return
@@ -58,25 +63,29 @@ class Admission:
                     raise
         else:
             self._ledger.require_fits(demand)
-        if wait_s <= 0 or len(self._waiting) >= self._max_waiting:
+        if wait_s <= 0 or self.waiting >= self._max_waiting:
             raise self._ledger.exhausted(demand, self._clock())
         waiter = _Waiter(demand)
-        self._waiting.append(waiter)
+        queue = self._known if known else self._new
+        queue.append(waiter)
         try:
             await self._wait(waiter, self._clock() + wait_s)
         finally:
-            self._waiting.remove(waiter)
+            queue.remove(waiter)
             self.poke()
 
     def poke(self) -> None:
         """KV may have become free: the first that waits looks again."""
-        if self._waiting:
-            self._waiting[0].woken.set()
+        if self.waiting:
+            self._first().woken.set()
+
+    def _first(self) -> _Waiter:
+        return (self._known or self._new)[0]
 
     async def _wait(self, waiter: _Waiter, give_up_s: float) -> None:
         while True:
             now_s = self._clock()
-            if self._waiting[0] is waiter:
+            if self._first() is waiter:
                 try:
                     self._promise(waiter.demand)
                     return

@@ -122,6 +122,30 @@ def test_a_leased_session_is_not_evicted_and_gives_the_retry_hint() -> None:
     assert books.admit(demand("b"), 5.0) == ("a",)
 
 
+def test_a_new_session_waits_until_those_here_can_grow() -> None:
+    books = ledger()
+    books.admit(demand("a", increment=100, output=60, footprint=640), 0.0)
+    books.settle("a", history_tokens=160, lease_end_s=10.0)
+    # 832 tokens are free, and three quarters of both footprints are 960 of 992.
+    wanted = demand("b", increment=100, output=60, footprint=640)
+    assert books.can_admit(wanted, 0.0)
+    wanted = demand("b", increment=100, output=60, footprint=720)
+    assert refusal(books, wanted, 0.0).retry_after_s == 10.0
+    # The session that is here goes on all the same, and a leased-out one makes room.
+    assert books.can_admit(demand("a", history=160, increment=500, output=100), 0.0)
+    assert books.admit(wanted, 10.0) == ()
+    books.check()
+
+
+def test_a_new_session_with_a_footprint_larger_than_the_memory_runs_alone() -> None:
+    books = ledger()
+    books.admit(demand("a", footprint=5000), 0.0)
+    books.settle("a", history_tokens=100, lease_end_s=0.0)
+    assert books.can_admit(demand("b", footprint=5000), 0.0)
+    books.evict("a")
+    assert books.can_admit(demand("b", footprint=5000), -1.0)
+
+
 def test_a_running_round_is_never_evicted() -> None:
     """Case over-commit."""
     books = ledger()

@@ -122,3 +122,17 @@ async def test_one_that_gives_up_makes_way() -> None:
     await small
     assert room.admitted == ["a", "small"]
     assert room.admission.waiting == 0
+
+
+async def test_sessions_that_live_here_go_before_new_ones() -> None:
+    room = Room()
+    await room.admit("here", 6)
+    room.end("here", pins=6, lease_s=60.0)
+    await room.admit("other", 4)
+    new, here = room.start("new", 4), room.start("here", 8)
+    await asyncio.sleep(0.01)
+    room.end("other", pins=0)
+    await here
+    assert room.admitted == ["here", "other", "here"]
+    room.end("here")
+    await new
