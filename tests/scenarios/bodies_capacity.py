@@ -11,6 +11,8 @@ from driver import BLOCK, Ability, Shape
 from scene import BEAT_S, Dialogue, Scene, check_economy, tight
 
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.v1.session_pb2 import Slo
+from ampd.wire.times import duration_to_proto
 
 FULL = {ErrorReason.KV_EXHAUSTED, ErrorReason.QUEUE_FULL}
 
@@ -155,37 +157,54 @@ async def an_agent_whose_tool_takes_five_seconds(scene: Scene) -> None:
     await paused_agent(6.0)(scene)
 
 
-@scenario(Shape(prefill=1, decode=1, max_running_rounds=6))
+FLOOD_VISITORS = 12
+FLOOD_PAUSE_S = 0.1
+REFUSED_WITHIN_S = 0.5
+
+
+@scenario(Shape(prefill=1, decode=1, max_running_rounds=6, max_sessions=12), real=True)
 async def a_flood_of_new_sessions(scene: Scene) -> None:
-    """Refused at once with a hint, while running rounds keep their pace."""
+    """Refused at once with a hint, sessions and rounds alike, as long as it lasts; the rounds
+    that run keep their SLO, and when it is over there is room for everybody."""
     client = scene.client()
     await client.set_policy("always-local")
-    running = [await scene.open() for _ in range(4)]
+    slo = Slo(ttft=duration_to_proto(5.0), itl=duration_to_proto(0.2))
+    running = [await scene.open(slo=slo) for _ in range(4)]
     asks = [dialogue.ask(50, 150) for dialogue in running]
     streams = [client.start(ask) for ask in asks]
     for stream in streams:
         await stream.streams(5)
+    refused: list[AmpdError] = []
+    served = 0
 
-    async def visitor() -> AmpdError | None:
-        dialogue = await scene.open()
-        started_s = scene.now_s()
-        ask = dialogue.ask(50, 20)
-        try:
-            dialogue.accept(ask, await client.start(ask).end())
-        except AmpdError as error:
-            assert scene.now_s() - started_s <= 0.5 + scene.driver.slack_s
-            return error
-        return None
+    async def visitor() -> None:
+        nonlocal served
+        while not all(stream.is_over for stream in streams):
+            started_s = scene.now_s()
+            dialogue: Dialogue | None = None
+            try:
+                dialogue = await scene.open()
+                await dialogue.round(50, 20)
+                served += 1
+            except AmpdError as error:
+                refused.append(error)
+                assert scene.now_s() - started_s <= REFUSED_WITHIN_S + scene.driver.slack_s
+            if dialogue is not None:
+                await dialogue.close()
+            await asyncio.sleep(FLOOD_PAUSE_S)
 
-    told = await asyncio.gather(*(visitor() for _ in range(40)))
-    refused = [error for error in told if error is not None]
-    assert len(refused) >= 30
+    await asyncio.gather(*(visitor() for _ in range(FLOOD_VISITORS)))
+    assert served
+    assert len(refused) > FLOOD_VISITORS
     for error in refused:
         assert error.reason == ErrorReason.QUEUE_FULL
         assert error.retry_after_s is not None
     for dialogue, ask, stream in zip(running, asks, streams, strict=True):
         seen = dialogue.accept(ask, await stream.end())
         assert seen.finished.attained
+        check_economy(seen)
+    for dialogue in running:
+        await dialogue.round()
 
 
 @scenario(Shape(coordinators=1, prefill=1, decode=1, max_sessions=5))
