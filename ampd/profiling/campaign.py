@@ -61,6 +61,8 @@ LEAST_HISTORY_TOKENS: Final = 64
 LEAST_CONTEXT_TOKENS: Final = 64
 LARGEST_CONTEXT_TOKENS: Final = 16_384
 """Of one stream: each is prefilled before it decodes."""
+LEAST_POINTS: Final = 4
+"""The smallest of each grid are measured whatever they take: without them nothing is known."""
 COARSE: Final = 4
 """From one size of the coarse grid to the next; the fine one halves that."""
 UNKNOWN_GROWTH: Final = 1.5
@@ -236,8 +238,7 @@ class _Campaign:
     async def transfers(self, lender: Lender) -> None:
         """T_kv over tokens."""
         part_s = KV_SHARE * self._limits.budget_s
-        coarse = [(size, 0) for size in _sizes(self._block, self._longest - 1, COARSE)]
-        fine = [(size, 0) for size in _sizes(self._block, self._longest - 1, 2)]
+        grid = [(size, 0) for size in _sizes(self._block, self._longest - 1, 2)]
 
         async def transfer(sizes: Sizes, held_out: bool, name: str = "") -> list[Point]:
             return await self._transfer(lender, sizes, held_out, name)
@@ -246,7 +247,7 @@ class _Campaign:
             known = [point.chunk_tokens for point in self._seen if point.kind == KV]
             return _log_uniform(numbers, self._block, max(known)), 0
 
-        await self._survey(KV, part_s, coarse, fine, self._prefill_cost_s, transfer, draw)
+        await self._survey(KV, part_s, grid, [], self._prefill_cost_s, transfer, draw)
         # A read is over when somebody looks: what else runs on the hosts shows for seconds.
         for number in range(1, KV_PASSES):
             for entry in [e for e in self._journal if e.key.startswith(f"{KV} ")]:
@@ -325,8 +326,10 @@ class _Campaign:
         def plan() -> Iterator[Sizes]:
             done = set()
             todo = set(coarse)
-            while affordable_ones := [one for one in todo if affordable(one)]:
-                sizes = min(affordable_ones, key=lambda one: (cost_s(one), one))
+            while todo:
+                sizes = min(todo, key=lambda one: (cost_s(one), one))
+                if len(done) >= LEAST_POINTS and not affordable(sizes):
+                    break
                 todo.remove(sizes)
                 done.add(sizes)
                 yield sizes
