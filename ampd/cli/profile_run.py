@@ -26,7 +26,7 @@ from ampd.core.cost_model import Link
 from ampd.core.errors import AmpdError
 from ampd.core.model import Role
 from ampd.ports import Engine
-from ampd.profiling.campaign import Limits, measure_points
+from ampd.profiling.campaign import Limits, disturbed, measure_points
 from ampd.profiling.journal import Journal, Subject
 from ampd.profiling.profile_file import Profile, require_ending, write_profile
 from ampd.profiling.result import profile_of
@@ -191,7 +191,8 @@ async def _measure(job: _Job) -> Profile:
             "cpus": str(os.cpu_count()),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": subject.settings,
-            "measured": f"{len(journal)} groups of points in {journal.spent_s:.0f} s",
+            "measured": f"{len(journal)} groups of points in {journal.spent_s:.0f} s, "
+            f"{disturbed(journal)} of them while other work disturbed the machine",
             "kv": "between two processes of one host; assumed between hosts"
             if lender
             else "not measured",

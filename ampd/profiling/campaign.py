@@ -4,8 +4,10 @@ The grid is adaptive. Sizes grow as long as one point of them fits into the time
 coarse grid comes first, the cheapest points before the others; then points between, near those
 that surprised most, until new points are met before the fit has seen them or the time is up.
 Every point is measured several times, more often where the times scatter, and counts with its
-median; at the end the points that scatter most are measured again. In between, points of random
-sizes are measured that no fit sees: the errors that a profile states are those on them.
+median. Between two groups of points one and the same small prefill is measured: groups around
+which it was slow were disturbed by other work on the machine; they are measured again at the
+end, as are those that scatter most, and do not count. In between, points of random sizes are
+measured that no fit sees: the errors that a profile states are those on them.
 
 All that was measured is in the journal; what is there is not measured again.
 """
@@ -16,7 +18,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final, Protocol
@@ -47,7 +49,7 @@ BATCH: Final = "batch"
 
 PREFILL_SHARE: Final = 0.28
 KV_SHARE: Final = 0.10
-AGAIN_SHARE: Final = 0.08
+AGAIN_SHARE: Final = 0.15
 """Of the budget: for prefills alone, for KV transfers, for what is measured again. What they
 leave is for decode and mixed steps."""
 LARGEST_SHARE: Final = 0.15
@@ -85,6 +87,13 @@ KNOWN_ERROR: Final = 0.03
 KNOWN_WINDOW: Final = 6
 """When of so many new points the median is met better, before they were fitted, no more are
 needed."""
+REFERENCE_TOKENS: Final = 32
+REFERENCES: Final = 3
+"""The small prefill, and how often it is measured for its median."""
+USUAL: Final = 0.25
+"""The quantile of all references that a calm machine has ..."""
+DISTURBED: Final = 1.25
+"""... and how much more is a sign of other work."""
 DECODE_STEPS: Final = 9
 WARM_UP_TOKENS: Final = 2
 """Of every stream, before its steps count."""
@@ -149,9 +158,33 @@ async def measure_points(
 
 
 def merged(journal: Journal) -> list[Point]:
-    """All points; one that was measured again has the times of both."""
+    """All points; one that was measured again has the times of both. What was measured while
+    the machine was disturbed is left out, unless hardly anything of its kind would be left."""
+    limit_s = _calm_limit_s(journal)
+    calm = _by_name(entry for entry in journal if entry.reference_s <= limit_s)
+    every = _by_name(journal)
+    kinds = [(point.kind, point.held_out) for point in calm.values()]
+    return [
+        calm.get(name, point)
+        for name, point in every.items()
+        if name in calm or kinds.count((point.kind, point.held_out)) < LEAST_POINTS
+    ]
+
+
+def disturbed(journal: Journal) -> int:
+    """How many groups of points were measured while other work disturbed the machine."""
+    limit_s = _calm_limit_s(journal)
+    return sum(entry.reference_s > limit_s for entry in journal)
+
+
+def _calm_limit_s(journal: Journal) -> float:
+    references = sorted(entry.reference_s for entry in journal)
+    return DISTURBED * references[int(USUAL * len(references))] if references else 0.0
+
+
+def _by_name(entries: Iterable[Entry]) -> dict[str, Point]:
     points: dict[str, Point] = {}
-    for entry in journal:
+    for entry in entries:
         for point in entry.points:
             known = points.get(point.name)
             if known is not None:
@@ -159,7 +192,7 @@ def merged(journal: Journal) -> list[Point]:
                 points[point.name] = replace(known, seconds=seconds)
             else:
                 points[point.name] = point
-    return list(points.values())
+    return points
 
 
 def as_sample(point: Point) -> StepSample:
@@ -206,6 +239,8 @@ class _Campaign:
         self._base_s = 0.0
         """What computing it took: it is in no entry."""
         self._histories: list[int] = []
+        self._reference_s = 0.0
+        """The last one; 0: none yet."""
         self._most_batch_s = 0.0
 
     async def close(self) -> None:
@@ -279,12 +314,14 @@ class _Campaign:
 
     async def noisy_ones(self, lender: Lender | None) -> None:
         """What scatters most is measured again: somebody else was busy then."""
+        limit_s = _calm_limit_s(self._journal)
         worst: dict[str, float] = {}
         took = {entry.key: entry.took_s for entry in self._journal}
         for entry in list(self._journal):
             noise = max((spread(point.seconds) for point in entry.points), default=0.0)
-            if noise > NOISY_SPREAD and not entry.key.startswith("again "):
-                worst[entry.key] = noise
+            is_disturbed = entry.reference_s > limit_s
+            if (is_disturbed or noise > NOISY_SPREAD) and not entry.key.startswith("again "):
+                worst[entry.key] = noise + is_disturbed
         for key in sorted(worst, key=lambda one: -worst[one]):
             name, took_s = f"again {key}", took[key]
             if self._journal.get(name) is not None:
@@ -324,7 +361,7 @@ class _Campaign:
             return cost_s(sizes) <= min(largest * part_s, part_s - spent_s)
 
         def plan() -> Iterator[Sizes]:
-            done = set()
+            done: set[Sizes] = set()
             todo = set(coarse)
             while todo:
                 sizes = min(todo, key=lambda one: (cost_s(one), one))
@@ -466,7 +503,7 @@ class _Campaign:
         decodes: list[StepSample] = []
         mixed: dict[Sizes, list[StepSample]] = {probe: [] for probe in probes}
         last = streams[-1]
-        enough_s = self._clock() + self._most_batch_s / 2
+        enough_s = self._clock() + self._most_batch_s / 4
 
         def take() -> list[StepSample]:
             steps = [step for step in self._take_steps() if step.batch == batch]
@@ -546,13 +583,29 @@ class _Campaign:
         if entry is None:
             self._take_steps()
             begun_s = self._clock()
+            if not self._reference_s:
+                await self._reference()
+            before_s = self._reference_s
             points = await measure()
             if any(min(point.seconds) <= 0 for point in points):
                 raise AmpdError(ErrorReason.ENGINE_FAILED, "the engine's steps take no time")
-            entry = Entry(key, self._clock() - begun_s, tuple(points))
+            await self._reference()
+            reference_s = max(before_s, self._reference_s)
+            entry = Entry(key, self._clock() - begun_s, tuple(points), reference_s)
             self._journal.add(entry)
             self._progress(_told(entry), self._spent_s())
         return list(entry.points)
+
+    async def _reference(self) -> None:
+        """The small prefill by which a disturbed machine is known."""
+        tokens = min(REFERENCE_TOKENS, self._longest)
+        self._take_steps()
+        seconds = []
+        for _ in range(REFERENCES):
+            result = await self._load.prefill(self._load.prompt(tokens))
+            await self._load.release(result.kv)
+            seconds.append(sum(step.seconds for step in self._take_steps()))
+        self._reference_s = median(seconds)
 
     def _take_steps(self) -> Sequence[StepSample]:
         return self._engine.take_step_samples()

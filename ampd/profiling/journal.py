@@ -58,6 +58,8 @@ class Entry:
     key: str
     took_s: float
     points: tuple[Point, ...]
+    reference_s: float = 0.0
+    """What one and the same small prefill took before or after it, the longer one."""
 
 
 class Journal:
