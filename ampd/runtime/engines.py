@@ -60,6 +60,7 @@ def _start_emulated(settings: WorkerSettings, incarnation: int, kv_lease_s: floa
     blocks = settings.kv_cache_bytes // kv_bytes_per_token // settings.block_tokens
     engine_settings = EmulatedSettings(
         model=settings.model,
+        host=settings.host_name,
         block_tokens=settings.block_tokens,
         kv_capacity_tokens=blocks * settings.block_tokens,
         max_model_tokens=settings.max_model_tokens,

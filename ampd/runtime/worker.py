@@ -34,6 +34,7 @@ from ampd.runtime.process import ProcessSettings
 
 log = structlog.get_logger(__name__)
 
+HOST: Final = r"^[!-~]{1,253}$"
 LINK_START_S: Final = 0.6e-3
 LINK_BYTES_PER_S: Final = 4e9
 """NIXL between two processes of one host, until a profile says otherwise: a read takes the
@@ -66,6 +67,9 @@ class WorkerSettings(ProcessSettings):
     for real, its time is that of `profile`."""
     device: Device = Device.CPU
     """`cpu` or `cuda`."""
+    host: str | None = Field(None, pattern=HOST)
+    """Name of the host: KV between workers of one name takes the links within it (in a cluster of
+    containers the node's name); default: this machine's."""
     dtype: str = "float32"
     """Of weights and KV; on CUDA: `auto`."""
     tensor_parallel: PositiveInt = 1
@@ -105,6 +109,11 @@ class WorkerSettings(ProcessSettings):
     kv_cache_bytes: int = Field(1 << 30, ge=1 << 20, validate_default=True)
     """Memory for KV in bytes. Emulated engine: the modelled memory; what is really taken is
     `stored_bytes_per_token` for each of the tokens that fit in it."""
+
+    @property
+    def host_name(self) -> str:
+        """The host that the worker registers."""
+        return self.host or socket.gethostname()
 
     @property
     def modelled_kv_bytes_per_token(self) -> int:
@@ -199,7 +208,7 @@ def worker_info(
         role=role,
         incarnation=incarnation,
         address=settings.address,
-        host=socket.gethostname(),
+        host=settings.host_name,
         model=Path(settings.model).name,
         engine=info.engine,
         kv_block_tokens=info.block_tokens,

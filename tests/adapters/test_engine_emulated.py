@@ -524,6 +524,16 @@ async def test_pulled_kv_takes_the_modelled_time() -> None:
     await close(pair)
 
 
+@pytest.mark.parametrize("host", ["", "here"])
+async def test_a_pull_takes_the_link_between_the_two_hosts(host: str) -> None:
+    cost = CostModel(kv=KvCost(0.2), kv_same_host=KvCost(0.01))
+    pair = new_pair(replace(SETTINGS, cost=cost, host=host))
+    _, lent, tokens = await _history(pair)
+    read_s = (await pair.prefill.prefill(PrefillRequest("p", tokens, lent))).stats.read_s
+    assert (read_s >= 0.2) if not host else (0.01 <= read_s < 0.2)
+    await close(pair)
+
+
 async def test_other_forms_of_kv_are_refused(pair: Pair) -> None:
     _, lent, tokens = await _history(pair)
     other = new_pair(replace(SETTINGS, stored_bytes_per_token=32))

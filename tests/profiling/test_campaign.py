@@ -17,8 +17,8 @@ from ampd.core.cost_model import CostModel, DecodeCost, KvCost, Link, MixedCost,
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import KvHandle
 from ampd.ports import PrefillRequest, StepSample, Tokens
-from ampd.profiling.campaign import Limits, measure_points, merged, spread
-from ampd.profiling.journal import Journal, Subject
+from ampd.profiling.campaign import Limits, disturbed, measure_points, merged, spread
+from ampd.profiling.journal import Entry, Journal, Point, Subject
 from ampd.profiling.profile_file import Profile
 from ampd.profiling.result import profile_of
 
@@ -248,6 +248,27 @@ def test_an_engine_that_takes_no_time_cannot_be_measured() -> None:
         assert caught.value.reason is ErrorReason.ENGINE_FAILED
 
     on_engines(work, replace(SETTINGS, cost=CostModel()))
+
+
+def test_what_other_work_disturbed_does_not_count() -> None:
+    journal = Journal(SUBJECT)
+
+    def measured_at(key: str, seconds: float, reference_s: float, *, held_out: bool) -> None:
+        name = key.removeprefix("again ")
+        point = Point("prefill", name, 16, 0, 0, 0, (seconds,), 1, held_out)
+        journal.add(Entry(key, 1.0, (point,), reference_s))
+
+    for number in range(6):
+        measured_at(f"prefill {number},0", 1.0, 0.1, held_out=False)
+    measured_at("prefill 6,0", 3.0, 0.3, held_out=False)
+    measured_at("prefill 7,0", 3.0, 0.3, held_out=False)
+    measured_at("again prefill 7,0", 1.1, 0.11, held_out=False)
+    measured_at("prefill 9,0", 5.0, 0.3, held_out=True)
+    found = {point.name: point.seconds for point in merged(journal)}
+    assert found.pop("prefill 9,0") == (5.0,)  # there is no other one of its kind
+    assert found.pop("prefill 7,0") == (1.1,)
+    assert found == {f"prefill {number},0": (1.0,) for number in range(6)}
+    assert disturbed(journal) == 3
 
 
 def test_the_scatter_of_times_ignores_one_that_is_far_off() -> None:

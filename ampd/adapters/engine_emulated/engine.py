@@ -384,6 +384,7 @@ class EmulatedEngine:
             blocks=blocks.tobytes(),
             generations=store.generations[blocks].tobytes(),
             tokens_digest=handles.tokens_digest(pin.tokens, tokens),
+            host=settings.host,
         )
         return self._handle(pin, tokens, loan)
 

@@ -35,6 +35,8 @@ class Loan(msgspec.Struct, frozen=True, array_like=True):
     """As they were when the loan began, 64 bits each."""
     tokens_digest: bytes
     """Of the tokens whose KV it is: a handle never serves other tokens."""
+    host: str = ""
+    """Of the owner, which the time of a read depends on."""
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, tag="emulated"):

@@ -18,6 +18,7 @@ from ampd.adapters.engine_emulated.handles import Loan
 from ampd.adapters.engine_emulated.requests import Request
 from ampd.adapters.engine_emulated.settings import EmulatedSettings
 from ampd.adapters.engine_emulated.steps import share
+from ampd.core.cost_model import link_between
 from ampd.core.errors import AmpdError
 from ampd.ports import Clock, KvPiece, KvTransport
 
@@ -88,7 +89,8 @@ class Puller:
         store.found[places] = 0
         store.alive[mine[0]] = 0
         await transport.read(loan.locator, data, settings.read_timeout_s)
-        moved_s = settings.cost.t_kv(tokens - first * settings.block_tokens)
+        link = link_between(settings.host, loan.host)
+        moved_s = settings.cost.t_kv(tokens - first * settings.block_tokens, link)
         if moved_s:
             await asyncio.sleep(moved_s * settings.time_scale)
         await transport.read(loan.locator, proofs, settings.read_timeout_s)

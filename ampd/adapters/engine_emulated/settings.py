@@ -17,6 +17,8 @@ class EmulatedSettings:
     """One engine. Sizes in tokens or bytes, times in seconds."""
 
     model: str = "emulated"
+    host: str = ""
+    """What it runs on as far as KV is concerned: engines of one named host share its links."""
     block_tokens: int = 32
     kv_capacity_tokens: int = 65_536
     """A multiple of `block_tokens`; the memory that it takes is `stored_bytes_per_token` each."""
