@@ -52,7 +52,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_interrupted_it_goes_on_and_writes_a_profile(tmp_path: Path) -> None:
-    out, plot = tmp_path / "p.yaml", tmp_path / "p.png"
+    out = tmp_path / "p.yaml"
     part = tmp_path / "p.yaml.part"
     arguments = ("run", str(out), *EMULATED, "--budget", "3")
     process = ampdctl(*arguments)
@@ -69,14 +69,13 @@ def test_interrupted_it_goes_on_and_writes_a_profile(tmp_path: Path) -> None:
     lines = part.read_bytes().splitlines()
     measured = [json.loads(line)["key"] for line in lines[1:]]
 
-    exit_code, _, err = ended(ampdctl(*arguments, "--plot", str(plot)))
+    exit_code, _, err = ended(ampdctl(*arguments))
     assert exit_code == 0, err
     assert f"going on: {len(measured)} measurements are there" in err
     assert "held-out error" in err
     told = [line.partition("] ")[2].partition(":")[0] for line in err.splitlines()]
     assert not set(measured) & set(told)
     assert not part.exists()
-    assert plot.read_bytes().startswith(b"\x89PNG")
     profile = read_profile(out)
     assert profile.device == "emulated"
     assert profile.provenance["method"] == "ampdctl profile run"
@@ -117,8 +116,10 @@ def test_a_journal_of_another_engine_is_refused_until_told_to_start_anew(
     assert exit_code == 2
     assert "p.yaml.part: line 1: not a measurement's journal" in err
     assert "--fresh" in err
-    exit_code, _, err = command(*arguments, "--fresh")
+    plot = tmp_path / "p.png"
+    exit_code, _, err = command(*arguments, "--fresh", "--plot", str(plot))
     assert exit_code == 0, err
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert read_profile(out).cost.kv_same_host is None
 
 
