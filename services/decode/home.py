@@ -125,7 +125,7 @@ class Home:
 
     async def _carry_out(self, session: ResidentSession, round_: RunningRound) -> None:
         """Admit, prefill, decode, settle; on any other end the session is as before the round."""
-        order, emit = round_.order, round_.events.put_nowait
+        order, emit = round_.order, round_.events.put
         try:
             await self._admit(session, round_)
             await self._release_pins()
@@ -156,7 +156,7 @@ class Home:
         if session.round is round_:
             self._discard(session, round_)
         if round_.superseded is not None:
-            round_.events.put_nowait(round_.superseded)
+            round_.events.put(round_.superseded)
         round_.ended.set()
 
     def _require_newer(self, order: RoundOrder) -> None:
@@ -329,7 +329,7 @@ class Home:
                         if gap_s is not None and round_.decoding:
                             self._itl.add(now_s, gap_s)
                         round_.decoding = True
-                        round_.events.put_nowait(event)
+                        round_.events.put(event)
                     case GenerateDone():
                         return stats, event
         raise AmpdError(ErrorReason.ENGINE_FAILED, "the engine ended the round without a word")

@@ -22,6 +22,7 @@ from ampd.core.model import (
     Route,
     SessionFacts,
     Slo,
+    TokensOut,
 )
 from ampd.core.output import RoundOutput
 from ampd.ports import GenerateDone, Tokens
@@ -91,6 +92,36 @@ class ResidentSession:
         return self.round is None and self.moving is None
 
 
+class RoundEvents:
+    """What a round has to tell one listener, in order. Tokens that wait for it become one event:
+    where this process is busy, a message costs more than the tokens in it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[RoundEvent | Exception] = deque()
+        self._some = asyncio.Event()
+
+    def put(self, event: RoundEvent | Exception) -> None:
+        """An exception ends the round."""
+        self._waiting.append(event)
+        self._some.set()
+
+    async def get(self) -> RoundEvent | Exception:
+        """The next one, all tokens up to the next other event being one."""
+        waiting = self._waiting
+        while not waiting:
+            self._some.clear()
+            await self._some.wait()
+        event = waiting.popleft()
+        if not isinstance(event, TokensOut) or not waiting:
+            return event
+        token_ids, pieces = [*event.token_ids], [event.text]
+        while waiting and isinstance(more := waiting[0], TokensOut):
+            token_ids += more.token_ids
+            pieces.append(more.text)
+            waiting.popleft()
+        return TokensOut(token_ids, "".join(pieces))
+
+
 @dataclass(slots=True)
 class RunningRound:
     """A round in the making; `task` carries it out. `events` holds at most what a round has:
@@ -105,7 +136,7 @@ class RunningRound:
     from_kept: bool = False
     """Whether the output to go on with was kept here, not brought by the order."""
     task: asyncio.Task[None] | None = None
-    events: asyncio.Queue[RoundEvent | Exception] = field(default_factory=asyncio.Queue)
+    events: RoundEvents = field(default_factory=RoundEvents)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     superseded: AmpdError | None = None
     """Why another call ended this round; the task is cancelled with it."""
