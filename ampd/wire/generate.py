@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ampd.core.errors import AmpdError, invalid_field
-from ampd.core.model import Finished, Route, RouteReason, TokensOut, ToolCall, ToolReturn
+from ampd.core.model import Finished, TokensOut, ToolCall, ToolReturn
 from ampd.ports import ChatMessage, Tokens
 from ampd.v1 import session_service_pb2
 from ampd.wire import enums, names, round, times, tokens  # noqa: A004
 from ampd.wire.order import batch_to_proto
+from ampd.wire.replay import RoundPlaced
 from ampd.wire.sampling import SamplingRequest, sampling_from_proto
 
 MAX_TEXT_BYTES: Final = 4 * 1024 * 1024
@@ -98,28 +99,18 @@ def round_request_from_proto(
     )
 
 
-def placed_response(
-    *,
-    round_index: int,
-    route: Route,
-    reason: RouteReason,
-    prefill_worker: str | None,
-    decode_worker: str,
-    history_tokens: int,
-    increment_tokens: int,
-    history_rebuilt: bool,
-) -> session_service_pb2.GenerateResponse:
+def placed_response(placed: RoundPlaced) -> session_service_pb2.GenerateResponse:
     """Where the round is prefilled, for the client."""
     return session_service_pb2.GenerateResponse(
         placed=session_service_pb2.RoundPlaced(
-            round_index=round_index,
-            route=enums.ROUTE.to_proto(route),
-            reason=enums.ROUTE_REASON.to_proto(reason),
-            prefill_worker=prefill_worker or "",
-            decode_worker=decode_worker,
-            history_tokens=history_tokens,
-            increment_tokens=increment_tokens,
-            history_rebuilt=history_rebuilt,
+            round_index=placed.round_index,
+            route=enums.ROUTE.to_proto(placed.route),
+            reason=enums.ROUTE_REASON.to_proto(placed.reason),
+            prefill_worker=placed.prefill_worker or "",
+            decode_worker=placed.decode_worker,
+            history_tokens=placed.history_tokens,
+            increment_tokens=placed.increment_tokens,
+            history_rebuilt=placed.history_rebuilt,
         )
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -202,4 +201,4 @@ def _response(event: ToolLoopEvent) -> session_service_pb2.GenerateResponse:
         case ToolReturned():
             return tool_returned_response(event.call, event.returned)
         case _:
-            return placed_response(**asdict(event))
+            return placed_response(event)
