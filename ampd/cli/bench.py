@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -64,6 +65,8 @@ def data_path(
 ) -> None:
     """What a round costs on its way, with an engine that computes for nothing: latency, rounds
     and tokens per second beside raw gRPC, KV bytes per second beside memcpy."""
+    # Its lines would stand on stdout, among the results.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     sizes = Sizes(rounds, streams, tokens, kv_mib << 20)
     result = run_async(_data_path(sizes), uvloop.new_event_loop)
     write_result(json_file, result)
