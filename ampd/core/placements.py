@@ -58,8 +58,9 @@ class RecentPlacements:
         for view in views:
             placed = self._workers.get(view.info.worker_id)
             if placed is not None:
-                load = placed.shown_in(view.load, now_s - view.age_s - SETTLE_S)
-                if load is not view.load:
+                published_s = now_s - view.age_s - SETTLE_S
+                if placed.newest_s >= published_s:
+                    load = placed.shown_in(view.load, published_s)
                     view = WorkerView(view.info, load, view.age_s)
             shown.append(view)
         return tuple(shown)
@@ -70,6 +71,7 @@ class _PlacedOnWorker:
 
     def __init__(self) -> None:
         self.placements: deque[Placement] = deque()
+        self.newest_s = 0.0
         # Most decisions see a worker as the one before did: what it was shown then.
         self._published: WorkerLoad | None = None
         self._count = 0
@@ -77,17 +79,16 @@ class _PlacedOnWorker:
 
     def add(self, placement: Placement) -> None:
         self.placements.append(placement)
+        self.newest_s = placement.placed_s
         self._published = None
 
     def shown_in(self, load: WorkerLoad, published_s: float) -> WorkerLoad:
-        """The load with the placements since then; the same object when there are none."""
+        """The load with the placements since then: at least one."""
         count = 0
         for placement in reversed(self.placements):
             if placement.placed_s < published_s:
                 break
             count += 1
-        if not count:
-            return load
         if load is not self._published or count != self._count:
             newest = islice(self.placements, len(self.placements) - count, None)
             self._published, self._count = load, count
