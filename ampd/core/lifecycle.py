@@ -19,6 +19,9 @@ from ampd.core.model import Binding, Slo
 
 MAX_DISCARDED: Final = 8
 """Discarded attempts remembered per session."""
+MAX_SETTLED: Final = 12
+"""Requests of settled rounds remembered per session: the last one, with all rounds that its tools
+have led to by default."""
 MAX_PREFIX_HOLDERS: Final = 4
 """Prefill workers remembered per session as holding a prefix of it."""
 
@@ -72,6 +75,9 @@ class SessionRecord:
     discarded: tuple[str, ...] = ()
     """Attempts at rounds that were discarded since the last one settled: a home that has settled
     one of them all the same takes it back."""
+    settled: tuple[str, ...] = ()
+    """The requests of the last settled rounds, the newest last: none of them is run again, even
+    where its answer cannot be read."""
     closed_by: str = ""
     """The request_id that closed it, if it had one: repeating that call gives the same answer."""
 
@@ -170,10 +176,16 @@ def settle(
         history_tokens=prompt_tokens + output_tokens,
         last_token_id=last_token_id,
         rounds=record.rounds + 1,
+        settled=with_settled(record.settled, (running.request_id,)),
         discarded=(),
         prefix_holders=holders[:MAX_PREFIX_HOLDERS],
         last_used_unix_s=now_unix_s,
     )
+
+
+def with_settled(settled: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    """The requests of the last settled rounds, after those of `more`."""
+    return tuple(dict.fromkeys((*settled, *more)))[-MAX_SETTLED:]
 
 
 def discard(record: SessionRecord, *, resumable: str = "", now_unix_s: float) -> SessionRecord:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ampd.core.lifecycle import SessionRecord, SessionState
+from ampd.core.lifecycle import SessionRecord, SessionState, with_settled
 from ampd.core.model import Binding, SessionFacts, Slo
 
 
@@ -43,6 +43,8 @@ class ResidentCopy:
     restarted: bool = False
     attempt_id: str = ""
     """The attempt that settled last, as far as it is known."""
+    settled: tuple[str, ...] = ()
+    """The requests of the last rounds that settled here, the newest last."""
 
 
 def fate(stored: SessionRecord | None, copy: ResidentCopy) -> Fate:
@@ -74,6 +76,7 @@ def published(
         resumable="",
         home=copy.home,
         rounds=copy.rounds,
+        settled=with_settled(stored.settled, copy.settled),
         history_tokens=copy.history_tokens,
         last_token_id=copy.last_token_id,
         prefix_holders=(),

@@ -213,6 +213,12 @@ class Coordinator:
         partial = None if context.replay is None else decode_outcome(context.replay)
         if isinstance(partial, RoundOutcome):
             return partial
+        if request.request_id and request.request_id in session.settled:
+            raise AmpdError(
+                ErrorReason.SESSION_CONFLICT,
+                f"request {request.request_id!r} of session {session.session_id} has settled a "
+                "round, and its answer is not to be had",
+            )
         wanted = await self._wanted(session, request, partial, arrived_s)
         decode = tuple(view for view in context.workers if view.info.role is Role.DECODE)
         if not decode:

@@ -152,4 +152,5 @@ class Reconciler:
             unconfirmed=self._home.is_unconfirmed(session),
             restarted=self._home.has_restarted(session),
             attempt_id=kept.order.attempt_id if kept is not None and kept.finished else "",
+            settled=tuple(session.settled),
         )

@@ -105,6 +105,15 @@ def test_a_discarded_round_can_be_resumed_until_another_begins() -> None:
     assert settle(begin(discarded, running())).resumable == ""
 
 
+def test_the_requests_of_the_last_settled_rounds_are_remembered() -> None:
+    record, requests = IDLE, [f"r-{number}" for number in range(lifecycle.MAX_SETTLED + 1)]
+    for request_id in requests:
+        record = settle(begin(record, replace(running(), request_id=request_id)))
+    assert record.settled == tuple(requests[1:])
+    again = lifecycle.with_settled(record.settled, (requests[5],))
+    assert again == record.settled
+
+
 def test_a_missed_end_is_written_back() -> None:
     attempt = running().attempt_id
     settled = settle(RUNNING)

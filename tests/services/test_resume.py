@@ -213,9 +213,12 @@ async def test_rounds_end_during_an_outage_and_are_written_back() -> None:
         assert again.finished == Outcome(events).finished
 
 
-async def test_an_attempt_that_was_left_ends_behind_the_round_that_it_became() -> None:
+async def test_an_attempt_that_was_left_ends_behind_the_round_that_it_became(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In an outage its end waits: meanwhile the same request has been answered, and the session
     has gone on. None of it is taken back, here or in the store, which has the attempt's mark."""
+    monkeypatch.setattr(shared_state, "WRITE_RETRY_S", 0.5)
     async with in_process("d0", coordinators=0) as cluster, asyncio.timeout(20):
         store = await outage_cluster(cluster)
         session_id = await cluster.new_session()

@@ -89,6 +89,8 @@ class Judge:
             self._violate(ask, "the stream ended without a word")
         if seen.error is not None:
             self._judge_error(ask, seen.error)
+            if seen.placed and seen.error.reason in FULL and not self._allowed.faults:
+                self._violate(ask, f"{seen.error.reason} for a round that was accepted")
         told = [*seen.earlier, seen]
         if any((one.tokens or one.finished) and not one.placed for one in told):
             self._violate(ask, "tokens without a placement")
@@ -126,6 +128,14 @@ class Judge:
                 f"session {session.session_id} has {session.history_tokens} tokens of history, "
                 f"its client knows of {lengths}"
             )
+
+    def turned_away(self, error: AmpdError) -> None:
+        """See the protocol."""
+        full = error.reason in FULL and error.retry_after_s is not None
+        if not (self._allowed.full and full) and not (
+            self._allowed.faults and error.reason in RETRIABLE | {ErrorReason.DEADLINE}
+        ):
+            self._cluster.violate(f"a new session: {error.reason} {error.message}")
 
     def refused(self, session: str, what: str, error: AmpdError) -> None:
         """See the protocol."""

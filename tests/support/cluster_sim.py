@@ -75,6 +75,8 @@ class SimShape:
     session_ttl_s: float = 60.0
     result_lease_s: float = 60.0
     max_sessions: int = 4096
+    """Of a home."""
+    tenant_sessions: int = 100_000
     max_queued_tasks: int = 64
     max_running_rounds: int = 1024
     max_running_requests: int = 64
@@ -215,7 +217,10 @@ class SimCluster:
         match life.role:
             case Role.COORDINATOR:
                 settings = CoordinatorSettings(
-                    policy=shape.policy, max_running_rounds=shape.max_running_rounds, **common
+                    policy=shape.policy,
+                    max_running_rounds=shape.max_running_rounds,
+                    max_sessions=shape.tenant_sessions,
+                    **common,
                 )
                 policy = settings.default_policy()
                 await coordinator_main.serve(settings, policy, parse, life.shutdown)

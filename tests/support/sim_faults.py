@@ -62,7 +62,14 @@ CATCH_UP_S: Final = 4.0
 class Nemesis:
     """Does the damage, and undoes it in the end."""
 
-    def __init__(self, cluster: SimCluster, seed: int, profile: Profile) -> None:
+    def __init__(
+        self,
+        cluster: SimCluster,
+        seed: int,
+        profile: Profile,
+        flood: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`flood`: many new clients at once."""
         self._cluster = cluster
         self._rng = random.Random(f"nemesis {seed}")
         self._profile = profile
@@ -84,6 +91,7 @@ class Nemesis:
             "move": self._move,
             "policy": self._policy,
             "evict": self._evict,
+            "flood": flood,
         }
 
     async def run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -16,12 +17,14 @@ from kv_watch import KvWatch
 from sim_engine import KvFaults
 from sim_faults import Nemesis, Profile
 from sim_store import StoreFaults
-from sim_workload import Agent, WorkShape
+from sim_workload import Agent, Visitor, WorkShape
 from virtual_grpc import NetworkFaults
 from virtual_loop import DeadlockError, HangError, SimProcess, run_virtual
 
 START_S: Final = 1.0
 """Until every process has registered, from the cluster's start."""
+FLOOD: Final = 12
+"""New clients of a flood."""
 LIMIT_S: Final = 600.0
 """A run that takes longer hangs."""
 _WORKERS: Final = {
@@ -96,9 +99,11 @@ PROFILES: Final[Mapping[str, Profile]] = {
     ),
     "operators": Profile(weights=_OPERATORS, every_s=0.4, work=_RESTLESS, shape=SimShape(decode=3)),
     "pressure": Profile(
-        shape=_TIGHT,
+        weights={"flood": 1.0},
+        every_s=8.0,
+        shape=replace(_TIGHT, tenant_sessions=18),
         frees_within_s=1.0,
-        work=replace(_RESTLESS, sessions=20, start_within_s=2.0, think_s=0.2, rounds=(1, 4)),
+        work=replace(_RESTLESS, sessions=12, start_within_s=2.0, think_s=0.2, rounds=(1, 4)),
     ),
     "everything": Profile(
         weights={**_WORKERS, **_COORDINATORS, **_STORE, **_NETWORK, **_OPERATORS, "blackout": 0.7},
@@ -192,7 +197,16 @@ async def _run(seed: int, name: str, held: list[SimCluster], edges: ExitStack, l
         Agent(cluster, number, seed, profile.work, judge) for number in range(profile.work.sessions)
     ]
     running = [cluster.clients.spawn(agent.run(), name=agent.name) for agent in agents]
-    await Nemesis(cluster, seed, profile).run()
+    numbers = itertools.count(len(agents))
+
+    async def flood() -> None:
+        visitors = [
+            Visitor(cluster, next(numbers), seed, profile.work, judge) for _ in range(FLOOD)
+        ]
+        cluster.note("flood")
+        await asyncio.gather(*(cluster.clients.spawn(visitor.run()) for visitor in visitors))
+
+    await Nemesis(cluster, seed, profile, flood).run()
     await asyncio.gather(*running)
     cluster.note("all agents are done")
     await _comes_back(cluster, profile.comes_back_s)

@@ -34,6 +34,7 @@ MAX_BACKOFF_S: Final = 2.0
 CALL_TIMEOUT_S: Final = 10.0
 ROUND_RUNNING_S: Final = 0.5
 """Between two attempts while a round that the client has left has not ended."""
+FLOOD_WITHIN_S: Final = 0.2
 LOOKS: Final = 4
 """A look at a session may meet a store that has not heard of its last round yet."""
 VOCABULARY: Final = range(300, 60_000)
@@ -155,6 +156,10 @@ class Witness(Protocol):
 
     def refused(self, session: str, what: str, error: AmpdError) -> None:
         """A call other than Generate has failed for good."""
+        ...
+
+    def turned_away(self, error: AmpdError) -> None:
+        """A new session is refused, to a client that does not try again."""
         ...
 
     def found(self, histories: list[list[int]], session: SessionProto) -> None:
@@ -479,6 +484,24 @@ class Agent:
             case "tool_returned":
                 result = response.tool_returned
                 seen.earlier[-1].returned.append((result.name, result.content, result.failed))
+
+
+class Visitor(Agent):
+    """One of a flood: a session with one round, tried once, whatever it is told."""
+
+    async def run(self) -> None:
+        """See the class."""
+        await asyncio.sleep(self._rng.random() * FLOOD_WITHIN_S)
+        request = pb.CreateSessionRequest(request_id=f"{self.name}-create")
+        try:
+            response = await self._stub().CreateSession(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            self._witness.turned_away(from_rpc_error(failure))
+            return
+        self.session = response.session.session_id
+        ask = self._ask(0)
+        self._witness.saw(ask, self._histories, await self._generate(ask, None))
+        await self._close()
 
 
 class Retries:
