@@ -75,6 +75,10 @@ class EngineStats:
     waiting_requests: int
     pulled_bytes_total: int
     """KV bytes read from other engines since start."""
+    prefill_tokens_left: int = 0
+    """Prompt tokens that it has yet to compute, those that it reads from elsewhere left out."""
+    calibration: float = 1.0
+    """Measured over predicted time of its steps, a running mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,8 +411,9 @@ class PrefillPeer(Protocol):
     """A prefill worker as a home sees it."""
 
     async def offer(self, task: PrefillTask) -> None:
-        """Put the task's metadata into the worker's queue. AmpdError QUEUE_FULL, DRAINING,
-        STALE_INCARNATION or WORKER_UNAVAILABLE when it does not take it."""
+        """Put the task's metadata into the worker's queue. AmpdError QUEUE_FULL (for a task that
+        waits at home: it has other work), DRAINING, STALE_INCARNATION or WORKER_UNAVAILABLE when
+        it does not take it."""
         ...
 
     async def withdraw(self, task_id: str) -> None:
@@ -423,8 +428,11 @@ class PrefillPeer(Protocol):
 class DecodePeer(Protocol):
     """A home as a prefill worker sees it."""
 
-    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
-        """AmpdError TASK_GONE when it is no longer to be had."""
+    async def claim(
+        self, task_id: str, worker_id: str, claimer: PrefillTarget | None = None
+    ) -> ClaimedTask:
+        """`claimer`: where the home finds the worker; without it only a task that was offered to
+        the worker is given. AmpdError TASK_GONE when it is no longer to be had."""
         ...
 
     async def complete(self, task_id: str, worker_id: str, report: PrefillReport) -> None:
@@ -518,8 +526,9 @@ class PrefillHandler(Protocol):
     """What a prefill worker does for homes. Incarnations are checked before."""
 
     async def offer(self, task: PrefillTask, home_address: str, home_incarnation: int) -> None:
-        """Queue the task. AmpdError QUEUE_FULL (with `retry_after_s`), DRAINING. An offer
-        repeated (same task_id) is one task."""
+        """Queue the task; one that waits at home only if there is nothing else to do. AmpdError
+        QUEUE_FULL (with `retry_after_s`), DRAINING. An offer repeated (same task_id) is one
+        task."""
         ...
 
     async def withdraw(self, task_id: str) -> None:
@@ -542,8 +551,12 @@ class DecodeHandler(Protocol):
         `paused_after` only if it is paused and has settled that many rounds. Idempotent."""
         ...
 
-    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
-        """A prefill worker takes the task. AmpdError TASK_GONE: not to be had (any more)."""
+    async def claim(
+        self, task_id: str, worker_id: str, claimer: PrefillTarget | None = None
+    ) -> ClaimedTask:
+        """A prefill worker takes the task: one that was offered to it or, if it says where it is
+        to be found, one that waits for whoever comes first. AmpdError TASK_GONE: not to be had
+        (any more)."""
         ...
 
     async def complete(self, task_id: str, worker_id: str, report: PrefillReport) -> None:

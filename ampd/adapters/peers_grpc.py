@@ -119,10 +119,15 @@ class GrpcDecodePeer:
         self._channels = channels
         self._timeouts = timeouts
 
-    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
+    async def claim(
+        self, task_id: str, worker_id: str, claimer: PrefillTarget | None = None
+    ) -> ClaimedTask:
         """Take the task: its tokens and history; errors as the port says."""
         request = decode_service_pb2.ClaimRequest(
-            incarnation=self._incarnation, task_id=task_id, worker_id=worker_id
+            incarnation=self._incarnation,
+            task_id=task_id,
+            worker_id=worker_id,
+            claimer=None if claimer is None else worker_protocol.target_to_proto(claimer),
         )
         async with self._channels.use(self._address, self._incarnation) as connection:
             with peer_errors():

@@ -206,11 +206,13 @@ class LoopbackDecodePeer:
         self._address = address
         self._incarnation = incarnation
 
-    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
+    async def claim(
+        self, task_id: str, worker_id: str, claimer: PrefillTarget | None = None
+    ) -> ClaimedTask:
         """Take the task."""
         worker, handler = self._network.decode(self._address, self._incarnation)
         async with worker.call():
-            return await handler.claim(task_id, worker_id)
+            return await handler.claim(task_id, worker_id, claimer)
 
     async def complete(self, task_id: str, worker_id: str, report: PrefillReport) -> None:
         """Hand the result over."""

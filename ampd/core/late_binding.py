@@ -182,9 +182,12 @@ def task(shown: WaitingPrefill, home: str, published_s: float, cost: CostModel) 
 
 def can_decode_more(cost: CostModel, load: WorkerLoad, slo: Slo, coming: int) -> bool:
     """Whether a home's decode step stays within the ITL SLO with one more round than run there
-    and are `coming` from prefills already."""
-    step_s = cost.t_dec(load.running_rounds + coming + 1, load.running_context_tokens)
-    return step_s <= DECODE_SHARE * slo.itl_s
+    and are `coming` from prefills already. An SLO that not even one round keeps forbids nothing,
+    nor does anything while there is nobody to protect."""
+    batch, limit_s = load.running_rounds + coming, DECODE_SHARE * slo.itl_s
+    if not batch or cost.t_dec(1, 0) > limit_s:
+        return True
+    return cost.t_dec(batch + 1, load.running_context_tokens) <= limit_s
 
 
 def speed_of(workers: Iterable[WorkerView], own: CostModel, own_calibration: float) -> float:

@@ -185,6 +185,9 @@ class PrefillTask:
     increment_tokens: int
     created_s: float
     slo: Slo
+    waits_at_home: bool = False
+    """Bound late: it waits at its home for whoever claims it first, and a worker that is offered
+    it takes it only if it has nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True)

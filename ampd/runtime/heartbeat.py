@@ -17,6 +17,8 @@ log = structlog.get_logger(__name__)
 
 INTERVAL_S: Final = 0.2
 """Routing decides by loads of this age."""
+SOONEST_S: Final = 0.02
+"""Beats that are asked for come no faster."""
 LEASE_S: Final = 3.0
 """A worker that is silent for this long is gone."""
 JITTER: Final = 0.1
@@ -78,7 +80,8 @@ class Heartbeat:
         await self._registered.wait()
 
     def beat_now(self) -> None:
-        """Publish without waiting for the interval's end: the load has changed for good."""
+        """Publish without waiting for the interval's end: the load has changed in what others
+        act upon. Asked for often, it is done every SOONEST_S."""
         self._now.set()
 
     async def _beat(self) -> None:
@@ -102,12 +105,14 @@ class Heartbeat:
             self._on_policy(policy)
 
     async def _pause(self) -> None:
+        begun_s = self._clock()
         seconds = self._interval_s * (1 + JITTER * (2 * self._random.random() - 1))
         try:
             async with asyncio.timeout(seconds):
                 await self._now.wait()
         except TimeoutError:
             return
+        await asyncio.sleep(begun_s + SOONEST_S - self._clock())
         self._now.clear()
 
     def _log_failure(self, error: AmpdError) -> None:

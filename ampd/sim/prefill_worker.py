@@ -15,10 +15,10 @@ from ampd.core.late_binding import StarvedShare, Task, TaskMirror, pull, speed_o
 from ampd.core.model import PolicySpec, PrefillTask, Slo, WorkerInfo, WorkerLoad
 from ampd.core.policies import AMPD, is_literal, number, queue_order
 from ampd.core.prefill_queue import PrefillQueue
+from ampd.core.prefix_cache import PrefixCache
 from ampd.core.window import MeanWindow
 from ampd.sim.kernel import Kernel
 from ampd.sim.links import LinkEnd, transfer_end_s
-from ampd.sim.prefix_cache import PrefixCache
 from ampd.sim.published import PublishedLoad
 from ampd.sim.report import Totals
 from ampd.sim.rounds import SimRound

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x61mpd/v1/worker.proto\x12\x07\x61mpd.v1\x1a\x1egoogle/protobuf/duration.proto\"\xfb\x03\n\nWorkerLoad\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x14\n\x0cqueued_tasks\x18\x03 \x01(\r\x12\x31\n\x0equeued_prefill\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0boldest_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bttft_window\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nitl_window\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0erunning_rounds\x18\x08 \x01(\r\x12\x1e\n\x16running_context_tokens\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x18\n\x10kv_pinned_tokens\x18\x0b \x01(\x04\x12\x19\n\x11kv_running_tokens\x18\x0c \x01(\x04\x12\x1a\n\x12kv_reserved_tokens\x18\r \x01(\x04\x12\x31\n\x0e\x64rain_estimate\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05tools\x18\x0f \x03(\t\"\x9f\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.ampd.v1.WorkerRole\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x1a\n\x12kv_capacity_tokens\x18\x08 \x01(\x04\x12\x17\n\x0fkv_block_tokens\x18\t \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\n \x01(\x04\x12\x18\n\x10max_model_tokens\x18\x0b \x01(\r\x12!\n\x04load\x18\x0c \x01(\x0b\x32\x13.ampd.v1.WorkerLoad*w\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_ROLE_COORDINATOR\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03\x42K\n\x0b\x64\x65v.ampd.v1B\x0bWorkerProtoP\x01Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\xaa\x02\x07\x41mpd.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x61mpd/v1/worker.proto\x12\x07\x61mpd.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa7\x04\n\nWorkerLoad\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x14\n\x0cqueued_tasks\x18\x03 \x01(\r\x12\x31\n\x0equeued_prefill\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0boldest_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bttft_window\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nitl_window\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0erunning_rounds\x18\x08 \x01(\r\x12\x1e\n\x16running_context_tokens\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x18\n\x10kv_pinned_tokens\x18\x0b \x01(\x04\x12\x19\n\x11kv_running_tokens\x18\x0c \x01(\x04\x12\x1a\n\x12kv_reserved_tokens\x18\r \x01(\x04\x12\x31\n\x0e\x64rain_estimate\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05tools\x18\x0f \x03(\t\x12\x13\n\x0b\x63\x61libration\x18\x10 \x01(\x01\x12\x15\n\rwaiting_tasks\x18\x11 \x01(\r\"\x9f\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.ampd.v1.WorkerRole\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x1a\n\x12kv_capacity_tokens\x18\x08 \x01(\x04\x12\x17\n\x0fkv_block_tokens\x18\t \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\n \x01(\x04\x12\x18\n\x10max_model_tokens\x18\x0b \x01(\r\x12!\n\x04load\x18\x0c \x01(\x0b\x32\x13.ampd.v1.WorkerLoad*w\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_ROLE_COORDINATOR\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03\x42K\n\x0b\x64\x65v.ampd.v1B\x0bWorkerProtoP\x01Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\xaa\x02\x07\x41mpd.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ampd.v1.worker_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013dev.ampd.v1B\013WorkerProtoP\001Z#ampd.dev/ampd/gen/go/ampd/v1;ampdv1\252\002\007Ampd.V1'
-  _globals['_WORKERROLE']._serialized_start=865
-  _globals['_WORKERROLE']._serialized_end=984
+  _globals['_WORKERROLE']._serialized_start=909
+  _globals['_WORKERROLE']._serialized_end=1028
   _globals['_WORKERLOAD']._serialized_start=66
-  _globals['_WORKERLOAD']._serialized_end=573
-  _globals['_WORKER']._serialized_start=576
-  _globals['_WORKER']._serialized_end=863
+  _globals['_WORKERLOAD']._serialized_end=617
+  _globals['_WORKER']._serialized_start=620
+  _globals['_WORKER']._serialized_end=907
 # @@protoc_insertion_point(module_scope)

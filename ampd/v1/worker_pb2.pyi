@@ -69,6 +69,8 @@ class WorkerLoad(_message.Message):
     KV_RESERVED_TOKENS_FIELD_NUMBER: _builtins.int
     DRAIN_ESTIMATE_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    CALIBRATION_FIELD_NUMBER: _builtins.int
+    WAITING_TASKS_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """It takes no new work."""
     queued_tasks: _builtins.int
@@ -85,6 +87,10 @@ class WorkerLoad(_message.Message):
     """KV promised to running rounds, in tokens."""
     kv_reserved_tokens: _builtins.int
     """Estimated footprint of all sessions bound here, in tokens."""
+    calibration: _builtins.float
+    """Measured over predicted prefill time (prefill workers); 1 until something was measured."""
+    waiting_tasks: _builtins.int
+    """Prefill tasks that wait here for any worker and that others may take (decode workers)."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
         """How old it is."""
@@ -131,10 +137,12 @@ class WorkerLoad(_message.Message):
         kv_reserved_tokens: _builtins.int = ...,
         drain_estimate: _duration_pb2.Duration | None = ...,
         tools: _abc.Iterable[_builtins.str] | None = ...,
+        calibration: _builtins.float = ...,
+        waiting_tasks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "drain_estimate", b"drain_estimate", "itl_window", b"itl_window", "oldest_wait", b"oldest_wait", "queued_prefill", b"queued_prefill", "ttft_window", b"ttft_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "drain_estimate", b"drain_estimate", "draining", b"draining", "itl_window", b"itl_window", "kv_pinned_tokens", b"kv_pinned_tokens", "kv_reserved_tokens", b"kv_reserved_tokens", "kv_running_tokens", b"kv_running_tokens", "oldest_wait", b"oldest_wait", "queued_prefill", b"queued_prefill", "queued_tasks", b"queued_tasks", "running_context_tokens", b"running_context_tokens", "running_rounds", b"running_rounds", "sessions", b"sessions", "tools", b"tools", "ttft_window", b"ttft_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "calibration", b"calibration", "drain_estimate", b"drain_estimate", "draining", b"draining", "itl_window", b"itl_window", "kv_pinned_tokens", b"kv_pinned_tokens", "kv_reserved_tokens", b"kv_reserved_tokens", "kv_running_tokens", b"kv_running_tokens", "oldest_wait", b"oldest_wait", "queued_prefill", b"queued_prefill", "queued_tasks", b"queued_tasks", "running_context_tokens", b"running_context_tokens", "running_rounds", b"running_rounds", "sessions", b"sessions", "tools", b"tools", "ttft_window", b"ttft_window", "waiting_tasks", b"waiting_tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

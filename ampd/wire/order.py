@@ -8,7 +8,6 @@ from ampd.core.errors import invalid_field
 from ampd.core.model import (
     Accepted,
     Finished,
-    PrefillTarget,
     Rerouted,
     ResumedOutput,
     RoundEvent,
@@ -17,7 +16,16 @@ from ampd.core.model import (
     TokensOut,
 )
 from ampd.v1 import session_service_pb2
-from ampd.wire import enums, names, round, sampling, session, times, tokens  # noqa: A004
+from ampd.wire import (
+    enums,
+    names,
+    round,  # noqa: A004
+    sampling,
+    session,
+    times,
+    tokens,
+    worker_protocol,
+)
 from ampd.worker.v1 import decode_service_pb2
 
 MAX_TARGETS: Final = 64
@@ -42,14 +50,7 @@ def order_to_proto(
         sampling=sampling.sampling_to_proto(order.sampling),
         slo=session.slo_to_proto(order.slo),
         age=times.duration_to_proto(max(0.0, now_s - order.created_s)),
-        targets=[
-            decode_service_pb2.PrefillTarget(
-                worker_id=target.worker_id,
-                incarnation=target.incarnation,
-                address=target.address,
-            )
-            for target in order.targets
-        ],
+        targets=[worker_protocol.target_to_proto(target) for target in order.targets],
         reason=enums.ROUTE_REASON.to_proto(order.reason),
         footprint_tokens=order.footprint_tokens,
         resumed=None if order.resumed is None else _resumed_to_proto(order.resumed, now_s=now_s),
@@ -96,11 +97,7 @@ def order_from_proto(message: decode_service_pb2.RunRoundRequest, *, now_s: floa
         slo=session.whole_slo_from_proto(message.slo, "slo"),
         created_s=now_s - times.age_from_proto(message.age, "age"),
         targets=tuple(
-            PrefillTarget(
-                names.required_id(target.worker_id, f"targets[{index}].worker_id"),
-                target.incarnation,
-                target.address,
-            )
+            worker_protocol.target_from_proto(target, f"targets[{index}]")
             for index, target in enumerate(message.targets)
         ),
         reason=enums.ROUTE_REASON.from_proto(message.reason, "reason"),

@@ -43,4 +43,6 @@ def _load_to_proto(load: WorkerLoad, age_s: float) -> worker_pb2.WorkerLoad:
         kv_reserved_tokens=load.kv_reserved_tokens,
         drain_estimate=times.duration_to_proto(load.drain_estimate_s),
         tools=load.tools,
+        calibration=load.calibration,
+        waiting_tasks=len(load.waiting),
     )

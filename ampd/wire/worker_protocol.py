@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
-from ampd.core.model import KvHandle, PrefillStats, PrefillTask
+from ampd.core.model import KvHandle, PrefillStats, PrefillTarget, PrefillTask
 from ampd.ports import ClaimedTask, PrefillReport
 from ampd.wire import names, session, times, tokens
 from ampd.worker.v1 import decode_service_pb2, kv_pb2, task_pb2
@@ -23,6 +23,22 @@ def life_name(incarnation: int) -> str:
     """The health service name that only this life of a worker serves: watching it notices a
     restarted worker as well as a dead one."""
     return f"life/{incarnation}"
+
+
+def target_to_proto(target: PrefillTarget) -> decode_service_pb2.PrefillTarget:
+    """One life of a prefill worker, and where it is."""
+    return decode_service_pb2.PrefillTarget(
+        worker_id=target.worker_id, incarnation=target.incarnation, address=target.address
+    )
+
+
+def target_from_proto(message: decode_service_pb2.PrefillTarget, path: str) -> PrefillTarget:
+    """One life of a prefill worker, and where it is; INVALID_FIELD."""
+    return PrefillTarget(
+        names.required_id(message.worker_id, f"{path}.worker_id"),
+        message.incarnation,
+        message.address,
+    )
 
 
 def require_incarnation(asked: int, own: int) -> None:
@@ -49,6 +65,7 @@ def task_to_proto(
         increment_tokens=task.increment_tokens,
         age=times.duration_to_proto(max(0.0, now_s - task.created_s)),
         slo=session.slo_to_proto(task.slo),
+        waits_at_home=task.waits_at_home,
     )
 
 
@@ -65,6 +82,7 @@ def task_from_proto(message: task_pb2.PrefillTask, *, now_s: float) -> tuple[Pre
         increment_tokens=message.increment_tokens,
         created_s=now_s - times.age_from_proto(message.age, "task.age"),
         slo=session.whole_slo_from_proto(message.slo, "task.slo"),
+        waits_at_home=message.waits_at_home,
     )
     if not message.home_address:
         raise invalid_field("task.home_address", "required")

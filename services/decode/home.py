@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from math import inf
 
 import structlog
 
@@ -22,9 +23,11 @@ from ampd.core.model import (
     KvHandle,
     PolicySpec,
     PrefillStats,
+    PrefillTarget,
     Rerouted,
     RoundEvent,
     RoundOrder,
+    WaitingPrefill,
     WorkerLoad,
 )
 from ampd.core.output import RoundOutput
@@ -41,9 +44,10 @@ from ampd.ports import (
     TokensOut,
 )
 from services.decode.admission import Admission
+from services.decode.late_tasks import PrefillState
 from services.decode.round import KeptRound, ResidentSession, RunningRound
 from services.decode.settings import HomeLimits
-from services.decode.tasks import PrefillTasks
+from services.decode.tasks import ComputedPrefill, PrefillTasks
 
 log = structlog.get_logger(__name__)
 
@@ -79,6 +83,7 @@ class Home:
             max_waiting=limits.max_waiting_rounds,
             clock=clock,
         )
+        tasks.late.state = self._prefill_state
         self._unpinned: list[KvHandle] = []
         self._itl = MeanWindow()
         self._counts_open = True
@@ -136,7 +141,7 @@ class Home:
                     resumed=round_.output.resumed() if round_.from_kept else None,
                 )
             )
-            async with aclosing(self._tasks.prefill(order, round_.context, session.kv)) as places:
+            async with aclosing(self._prefill(session, round_)) as places:
                 async for place in places:
                     if isinstance(place, Rerouted):
                         round_.rerouted = place
@@ -144,11 +149,24 @@ class Home:
                     else:
                         round_.computed = place
             round_.prefills_here = round_.computed is None
+            self._tasks.late.look()
             stats, done = await self._decode(round_)
             emit(self._settle(session, round_, stats, done))
             await self._release_pins()
         except Exception as error:  # noqa: BLE001 - the caller gets it
             emit(error)
+
+    def _prefill(
+        self, session: ResidentSession, round_: RunningRound
+    ) -> AsyncGenerator[Rerouted | ComputedPrefill, None]:
+        """Where the prompt is computed; see `PrefillTasks.prefill`."""
+        return self._tasks.prefill(
+            round_.order,
+            round_.context,
+            session.kv,
+            grace_s=max(0.0, session.ttft_spare_s),
+            begin_here=round_.begin_here,
+        )
 
     def _end(self, session: ResidentSession, round_: RunningRound) -> None:
         """The round's task is done, or was superseded before its first step, which nothing
@@ -316,12 +334,14 @@ class Home:
             output=output.token_ids[:],
             text_chars=len(output.text),
         )
+        round_.in_engine = True
         async with aclosing(self._engine.generate(request)) as events:
             async for event in events:
                 match event:
                     case PrefillDone():
                         stats = event.stats
                         round_.taken, round_.prefills_here = True, False
+                        self._tasks.late.look()
                     case TokensOut():
                         now_s = self._clock()
                         gap_s = output.add(event.token_ids, event.text, now_s)
@@ -360,6 +380,7 @@ class Home:
             lease_end_s=session.last_used_s + self._limits.kv_lease_s,
         )
         finished = round_.finished(stats, done)
+        session.ttft_spare_s += round_.order.slo.ttft_s - finished.timings.ttft_s
         self._keep(session, round_, finished)
         self._admission.poke()
         return finished
@@ -388,9 +409,11 @@ class Home:
 
     # --- what prefill workers call ---------------------------------------------------------
 
-    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
+    async def claim(
+        self, task_id: str, worker_id: str, claimer: PrefillTarget | None = None
+    ) -> ClaimedTask:
         """See `PrefillTasks.claim`."""
-        return await self._tasks.claim(task_id, worker_id)
+        return await self._tasks.claim(task_id, worker_id, claimer)
 
     async def complete(self, task_id: str, worker_id: str, report: PrefillReport) -> None:
         """See `PrefillTasks.complete`."""
@@ -590,7 +613,14 @@ class Home:
     def load(self) -> WorkerLoad:
         """What binding and routing need to know of this worker now."""
         now_s = self._clock()
-        rounds = [s.round for s in self._sessions.values() if s.round is not None]
+        return self._load(now_s, self._running(), self._tasks.late.shown(now_s))
+
+    def _running(self) -> list[RunningRound]:
+        return [s.round for s in self._sessions.values() if s.round is not None]
+
+    def _load(
+        self, now_s: float, rounds: Sequence[RunningRound], waiting: tuple[WaitingPrefill, ...] = ()
+    ) -> WorkerLoad:
         local = [r for r in rounds if r.prefills_here]
         decoding = [r for r in rounds if r.decoding]
         waits_s = [
@@ -613,4 +643,22 @@ class Home:
             kv_pinned_tokens=self._ledger.pinned_tokens,
             kv_running_tokens=self._ledger.running_tokens,
             kv_reserved_tokens=self._ledger.reserved_tokens,
+            waiting=waiting,
+        )
+
+    def _prefill_state(self) -> PrefillState:
+        """What the home's next prefill depends on."""
+        rounds, engine = self._running(), self._engine.stats()
+        local = [r for r in rounds if r.prefills_here]
+        begun = [r.prefill_tokens for r in local if r.in_engine]
+        # An engine's count may be a step old: of what it was given only one can be half done.
+        backlog = max(engine.prefill_tokens_left, sum(begun) - max(begun, default=0))
+        decoding = [r for r in rounds if r.decoding]
+        return PrefillState(
+            load=self._load(self._clock(), rounds),
+            coming_rounds=self._tasks.claimed_tasks
+            + sum(r.computed is not None and not r.decoding for r in rounds),
+            backlog_tokens=backlog + sum(r.prefill_tokens for r in local if not r.in_engine),
+            calibration=engine.calibration,
+            itl_slo_s=min((r.order.slo.itl_s for r in decoding), default=inf),
         )

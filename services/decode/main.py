@@ -32,6 +32,7 @@ from ampd.worker.v1.decode_service_pb2_grpc import add_DecodeServiceServicer_to_
 from ampd.worker.v1.worker_service_pb2_grpc import add_WorkerServiceServicer_to_server
 from services.decode.draining import HomeDrain
 from services.decode.home import Home
+from services.decode.late_tasks import LateTasks
 from services.decode.moving import SessionMover
 from services.decode.reconciling import Reconciler
 from services.decode.servicer import DecodeServicer
@@ -74,10 +75,18 @@ async def serve(settings: DecodeSettings, local_tools: EntryPointTools, shutdown
             return
         info = worker_info(settings, Role.DECODE, incarnation, engine.info, cost)
         async with asyncio.TaskGroup() as chores, background_tasks() as background:
+            late = LateTasks(
+                worker_id=settings.worker_id,
+                store=store,
+                cost=cost,
+                chores=chores,
+                clock=time.monotonic,
+            )
             tasks = PrefillTasks(
                 worker_id=settings.worker_id,
                 engine=engine,
                 peers=peers,
+                late=late,
                 limits=settings.limits(),
                 chores=chores,
             )
@@ -139,6 +148,7 @@ async def serve(settings: DecodeSettings, local_tools: EntryPointTools, shutdown
                     interval_s=settings.heartbeat_s,
                     lease_s=settings.lease_s,
                 )
+                late.publish = heartbeat.beat_now
                 background.start("heartbeat", heartbeat.run())
                 background.start("sweep", _sweep(home))
                 background.start("reconcile", reconciler.run())

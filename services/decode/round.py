@@ -83,6 +83,9 @@ class ResidentSession:
     came that did not know them."""
     store_life: str = ""
     """Which life of the store was there when the last round settled."""
+    ttft_spare_s: float = 0.0
+    """By how much the rounds that settled here have stayed within their TTFT SLO in all; negative:
+    missed it."""
     moving: asyncio.Task[object] | None = None
     """What hands the session over, or takes it over; a round or a release cancels it."""
 
@@ -151,7 +154,20 @@ class RunningRound:
     """Whether the engine here has the prompt's KV."""
 
     prefills_here: bool = False
-    """Whether the home itself computes the prompt now: as ordered, or for want of others."""
+    """Whether the home itself computes the prompt now: as ordered, because it was the first that
+    could, or for want of others."""
+    in_engine: bool = False
+    """Whether the engine here has been asked for it."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens to compute before it decodes."""
+        rebuilt = self.order.keep_history_tokens if self.history_rebuilt else 0
+        return rebuilt + len(self.order.increment) + len(self.output.token_ids)
+
+    def begin_here(self) -> None:
+        """The home computes the prompt itself."""
+        self.prefills_here = True
 
     @property
     def context(self) -> Tokens:

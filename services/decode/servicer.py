@@ -54,6 +54,9 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         claimed = await self._handler.claim(
             names.required_id(request.task_id, "task_id"),
             names.required_id(request.worker_id, "worker_id"),
+            worker_protocol.target_from_proto(request.claimer, "claimer")
+            if request.HasField("claimer")
+            else None,
         )
         return worker_protocol.claimed_to_proto(claimed)
 

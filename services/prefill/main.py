@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 from ampd.adapters.peers_grpc import GrpcPeers, SelfAddress
-from ampd.core.model import Role
+from ampd.core.model import PrefillTarget, Role
 from ampd.core.policies import DEFAULT_POLICY, resolve
 from ampd.runtime import worker_service
 from ampd.runtime.drain import WorkerDrain
@@ -59,9 +59,10 @@ async def serve(settings: PrefillSettings, shutdown: Shutdown) -> None:
         if policy is None:
             return
         worker = PrefillWorker(
-            worker_id=settings.worker_id,
+            me=PrefillTarget(settings.worker_id, incarnation, settings.address),
             engine=engine,
             peers=peers,
+            store=store,
             cost=cost,
             policy=policy,
             max_queued_tasks=settings.max_queued_tasks,

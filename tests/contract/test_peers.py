@@ -134,8 +134,10 @@ class Decode:
     """Events after which a round hangs."""
     round_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def claim(self, task_id: str, worker_id: str) -> ClaimedTask:
-        self.calls.append(("claim", task_id, worker_id))
+    async def claim(
+        self, task_id: str, worker_id: str, claimer: PrefillTarget | None = None
+    ) -> ClaimedTask:
+        self.calls.append(("claim", task_id, worker_id, claimer))
         if self.error is not None:
             raise self.error
         return self.claimed
@@ -471,7 +473,21 @@ async def test_a_claim_brings_tokens_and_history(world: World, history: KvHandle
     world.decode.claimed = ClaimedTask(array("I", [0, 2**32 - 1]), history)
     claimed = await world.peers.decode(world.decode_address, LIFE).claim("t1", "p0")
     assert claimed == world.decode.claimed
-    assert world.decode.calls == [("claim", "t1", "p0")]
+    assert world.decode.calls == [("claim", "t1", "p0", None)]
+
+
+@pytest.mark.parametrize("claimer", [PrefillTarget("p0", 2**64 - 1, "host:1"), None])
+async def test_a_claim_says_who_it_is(world: World, claimer: PrefillTarget | None) -> None:
+    await world.peers.decode(world.decode_address, LIFE).claim("t1", "p0", claimer)
+    assert world.decode.calls == [("claim", "t1", "p0", claimer)]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_an_offer_says_whether_the_task_waits_at_home(world: World, waits: bool) -> None:
+    await world.peers.prefill(world.target()).offer(replace(TASK, waits_at_home=waits))
+    ((_, task, *_),) = world.prefill.calls
+    assert isinstance(task, PrefillTask)
+    assert task.waits_at_home is waits
 
 
 async def test_a_claim_of_a_very_long_history(world: World) -> None:

@@ -19,6 +19,7 @@ from engine_contract import Pair
 from engine_harness import RemoteEngine
 
 from ampd.adapters.peers_loopback import LoopbackNetwork, LoopbackPeers
+from ampd.adapters.state_memory import MemoryStateStore
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import (
@@ -34,6 +35,7 @@ from ampd.core.model import (
 from ampd.core.policies import DEFAULT_POLICY, resolve
 from ampd.ports import ClaimedTask, PrefillReport, PrefillRequest, PrefillResult
 from services.decode.home import Home
+from services.decode.late_tasks import LateTasks
 from services.decode.settings import HomeLimits
 from services.decode.tasks import PrefillTasks
 from services.prefill.worker import PrefillWorker
@@ -130,12 +132,15 @@ async def setup(vllm_pair: Pair) -> AsyncIterator[Setup]:
     await vllm_pair.prefill.evict()
     network = LoopbackNetwork()
     peers = LoopbackPeers(network, home_address="home", home_incarnation=1)
-    engine = WatchedEngine(vllm_pair.prefill)
+    engine, store = WatchedEngine(vllm_pair.prefill), MemoryStateStore()
     async with asyncio.TaskGroup() as chores:
         tasks = PrefillTasks(
             worker_id="d0",
             engine=vllm_pair.decode,  # type: ignore[arg-type]
             peers=peers,
+            late=LateTasks(
+                worker_id="d0", store=store, cost=CostModel(), chores=chores, clock=time.monotonic
+            ),
             limits=HomeLimits(),
             chores=chores,
         )
@@ -149,8 +154,9 @@ async def setup(vllm_pair: Pair) -> AsyncIterator[Setup]:
             clock=time.monotonic,
         )
         worker = PrefillWorker(
-            worker_id="p0",
+            me=PrefillTarget("p0", 1, "prefill"),
             engine=engine,  # type: ignore[arg-type]
+            store=store,
             peers=peers,
             cost=CostModel(),
             policy=resolve(DEFAULT_POLICY),

@@ -11,9 +11,10 @@ import pytest
 from stepping_engine import SteppingEngine
 
 from ampd.adapters.peers_loopback import LoopbackNetwork, LoopbackPeers
+from ampd.adapters.state_memory import MemoryStateStore
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.model import PrefillTask, Slo
+from ampd.core.model import PrefillTarget, PrefillTask, Slo
 from ampd.core.policies import DEFAULT_POLICY, resolve
 from services.prefill.worker import TASKS_IN_ENGINE, PrefillWorker
 
@@ -35,8 +36,9 @@ def task(number: int) -> PrefillTask:
 async def pumping() -> AsyncIterator[PrefillWorker]:
     """Its tasks' home does not exist: each ends at its claim."""
     worker = PrefillWorker(
-        worker_id="p0",
+        me=PrefillTarget("p0", 1, "p0"),
         engine=SteppingEngine(CostModel()),
+        store=MemoryStateStore(),
         peers=LoopbackPeers(LoopbackNetwork(), home_address="p0", home_incarnation=1),
         cost=CostModel(),
         policy=resolve(DEFAULT_POLICY),

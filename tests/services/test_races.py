@@ -16,6 +16,7 @@ from inprocess import InProcess, LocalHome, in_process, request, run
 from stepping_engine import SteppingEngine
 
 from ampd.adapters.homes_loopback import LoopbackHomePeer, LoopbackHomes
+from ampd.adapters.state_memory import MemoryStateStore
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.model import (
@@ -33,6 +34,7 @@ from ampd.core.model import (
 from ampd.wire import names
 from services.coordinator.sessions import Sessions
 from services.decode.home import Home
+from services.decode.late_tasks import LateTasks
 from services.decode.settings import HomeLimits
 from services.decode.tasks import PrefillTasks
 
@@ -198,6 +200,17 @@ class SilentPrefill:
         await asyncio.Event().wait()
 
 
+def late_tasks(chores: asyncio.TaskGroup) -> LateTasks:
+    """Where nothing waits."""
+    return LateTasks(
+        worker_id="d0",
+        store=MemoryStateStore(),
+        cost=CostModel(),
+        chores=chores,
+        clock=time.monotonic,
+    )
+
+
 @asynccontextmanager
 async def offered_prefill(
     keep: int,
@@ -209,6 +222,7 @@ async def offered_prefill(
             worker_id="w" * names.MAX_NAME_CHARS,
             engine=engine,
             peers=peer,  # type: ignore[arg-type]
+            late=late_tasks(chores),
             limits=HomeLimits(),
             chores=chores,
         )
@@ -261,6 +275,7 @@ async def test_a_task_that_failed_before_its_offer_was_answered_is_no_surprise()
             worker_id="d0",
             engine=LendingEngine(),
             peers=peer,  # type: ignore[arg-type]
+            late=late_tasks(chores),
             limits=HomeLimits(),
             chores=chores,
         )

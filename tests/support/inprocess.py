@@ -38,6 +38,7 @@ from services.coordinator.sessions import Sessions
 from services.coordinator.settings import RoundLimits
 from services.coordinator.shared_state import SharedState
 from services.decode.home import Home
+from services.decode.late_tasks import LateTasks
 from services.decode.moving import SessionMover
 from services.decode.settings import HomeLimits
 from services.decode.tasks import PrefillTasks
@@ -100,8 +101,20 @@ class InProcess:
         engine = engine or SteppingEngine(STEP, capacity=capacity)
         limits = limits or HomeLimits(kv_lease_s=0.0)
         peers = LoopbackPeers(self.network, home_address=worker_id, home_incarnation=incarnation)
+        late = LateTasks(
+            worker_id=worker_id,
+            store=self.store,
+            cost=CostModel(),
+            chores=self.chores,
+            clock=time.monotonic,
+        )
         tasks = PrefillTasks(
-            worker_id=worker_id, engine=engine, peers=peers, limits=limits, chores=self.chores
+            worker_id=worker_id,
+            engine=engine,
+            peers=peers,
+            late=late,
+            limits=limits,
+            chores=self.chores,
         )
         home = Home(
             worker_id=worker_id,

@@ -14,6 +14,7 @@ from ampd.core.model import (
     PolicySpec,
     Role,
     Slo,
+    WaitingPrefill,
     WorkerInfo,
     WorkerLoad,
     WorkerView,
@@ -198,7 +199,8 @@ def test_a_worker_is_shown_whole() -> None:
         kv_bytes_per_token=64,
         max_model_tokens=4096,
     )
-    load = WorkerLoad(True, 1, 2.0, 3.0, 4.0, 5.0, 6, 7, 8, 9, 10, 11, ("t",), 12.0)
+    waiting = (WaitingPrefill("t", "s", 1, 2, 0.5, 3.0),)
+    load = WorkerLoad(True, 1, 2.0, 3.0, 4.0, 5.0, 6, 7, 8, 9, 10, 11, ("t",), 12.0, 1.5, waiting)
     message = worker_to_proto(WorkerView(info, load, age_s=0.5))
     assert message.role == worker_pb2.WORKER_ROLE_DECODE
     assert message.load.age.ToMilliseconds() == 500

@@ -441,6 +441,8 @@ class EmulatedEngine:
             running_requests=self._admitted,
             waiting_requests=len(self._waiting),
             pulled_bytes_total=self._puller.pulled_bytes_total,
+            prefill_tokens_left=self._steps.prefill_tokens_left,
+            calibration=self._steps.calibration,
         )
 
     def take_step_samples(self) -> Sequence[StepSample]:

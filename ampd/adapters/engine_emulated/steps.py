@@ -85,7 +85,8 @@ class Steps:
         self._finish = finish
         self._fail = fail
         self._table = digest.tables(settings.max_model_tokens)
-        self._calibration = 1.0
+        self.calibration = 1.0
+        """Measured over predicted time of the steps."""
         self._prefills: dict[Request, None] = {}
         self._decodes: dict[Request, None] = {}
         self._task: asyncio.Task[None] | None = None
@@ -95,6 +96,13 @@ class Steps:
         self._prefills[request] = None
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-steps")
+
+    @property
+    def prefill_tokens_left(self) -> int:
+        """Prompt tokens to compute, of the requests that are computed here."""
+        return sum(
+            request.left_tokens for request in self._prefills if not self._is_entrant(request)
+        )
 
     def remove(self, request: Request) -> None:
         """Leave it out from now on. Unknown requests are ignored."""
@@ -134,7 +142,7 @@ class Steps:
         decodes = tuple(self._decodes)
         entrants, head = [], None
         for request in self._prefills:
-            if request.decoding and request.left_tokens <= self._store.block_tokens:
+            if self._is_entrant(request):
                 entrants.append(request)
             elif head is None or request.turn < head.turn:
                 head = request
@@ -145,7 +153,7 @@ class Steps:
         most = min(head.left_tokens, self._settings.max_step_tokens)
         chunk = chunk_tokens(
             cost=self.cost,
-            calibration=self._calibration,
+            calibration=self.calibration,
             now_s=now_s,
             streams=[_progress(request) for request in decodes],
             context_tokens=sum(len(request.tokens) for request in decodes),
@@ -156,6 +164,10 @@ class Steps:
         entering = sum(request.left_tokens for request in entrants)
         chunk = max(chunk - entering, min(chunk, MIN_CHUNK_TOKENS))
         return Step(decodes, tuple(entrants), head if chunk else None, chunk)
+
+    def _is_entrant(self, request: Request) -> bool:
+        """Whether it joins at once: all but a block of its prompt is at hand."""
+        return bool(request.decoding and request.left_tokens <= self._store.block_tokens)
 
     def _adopt_cached(self, request: Request) -> None:
         """Take over what the prefix cache has got since the request came."""
@@ -209,7 +221,7 @@ class Steps:
             step.context_tokens,
         )
         self.samples.append(StepSample(*shape, seconds))
-        self._calibration = calibrate(self._calibration, self.cost.t_mixed(*shape), seconds)
+        self.calibration = calibrate(self.calibration, self.cost.t_mixed(*shape), seconds)
 
     def _prefill(self, request: Request, count: int, started_s: float, now_s: float) -> None:
         if request.turn:

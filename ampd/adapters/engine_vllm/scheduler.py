@@ -58,7 +58,8 @@ class AmpdScheduler(PullingScheduler):
         self.cost: CostModel | None = None
         self.scheduled_tokens = 0
         """In the last step."""
-        self._calibration = 1.0
+        self.calibration = 1.0
+        """Measured over predicted time of the steps."""
         self._in_flight: deque[StepInFlight] = deque()
         self._last_step_end_s = 0.0
 
@@ -98,6 +99,13 @@ class AmpdScheduler(PullingScheduler):
         self._note_step(output, {r.request_id for r in decodes}, started_s)
         return output
 
+    @property
+    def prefill_tokens_left(self) -> int:
+        """Prompt tokens to compute, of the requests that are computed here."""
+        prefills = [r for r in self.running if r.is_prefill_chunk]
+        prefills += [r for r in self._waiting() if self._is_ready(r)]
+        return sum(self._candidate(request).left_tokens for request in prefills)
+
     def _waiting(self) -> Iterator[Any]:
         yield from self.kv_holding_waiting
         yield from self.waiting
@@ -127,7 +135,7 @@ class AmpdScheduler(PullingScheduler):
         request = self.requests[head.request_id]
         return chunk_tokens(
             cost=self.cost,
-            calibration=self._calibration,
+            calibration=self.calibration,
             now_s=now_s,
             streams=[self._stream(r, now_s) for r in decodes],
             context_tokens=sum(r.num_tokens for r in decodes),
@@ -172,7 +180,7 @@ class AmpdScheduler(PullingScheduler):
             self.samples.append(StepSample(*shape, seconds))
             if self.cost is not None:
                 predicted_s = self.cost.t_mixed(*shape)
-                self._calibration = calibrate(self._calibration, predicted_s, seconds)
+                self.calibration = calibrate(self.calibration, predicted_s, seconds)
         return result
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:

@@ -341,8 +341,9 @@ class EngineThread:
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         running, waiting = scheduler.get_request_counts()
         pulled = scheduler.pulled_blocks_total
+        left = scheduler.prefill_tokens_left
         # Which blocks only pins hold changes with pins and with the running requests.
-        key = (free, running, waiting, pulled, scheduler.pins.version)
+        key = (free, running, waiting, pulled, left, scheduler.pins.version)
         if key == self._stats_key:
             return
         self._stats_key = key
@@ -354,6 +355,8 @@ class EngineThread:
             running_requests=running,
             waiting_requests=waiting,
             pulled_bytes_total=pulled * self._block_bytes,
+            prefill_tokens_left=left,
+            calibration=scheduler.calibration,
         )
 
 

@@ -119,7 +119,8 @@ class RunRoundRequest(_message.Message):
     @_builtins.property
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillTarget]:
         """Where to prefill: the first target; the next ones when it fails; the home itself when all
-        did. Empty: at home.
+        did. Empty: at home. When `reason` says that the task is bound late, it waits at home for
+        whoever can begin it, and the first target alone is told of it.
         """
 
     @_builtins.property
@@ -403,24 +404,32 @@ class ClaimRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     TASK_ID_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    CLAIMER_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The life of the home."""
     task_id: _builtins.str
     """The task."""
     worker_id: _builtins.str
     """The prefill worker that claims it."""
+    @_builtins.property
+    def claimer(self) -> Global___PrefillTarget:
+        """Where the home finds that worker: without it only a task that was offered to it is given."""
+
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
         task_id: _builtins.str = ...,
         worker_id: _builtins.str = ...,
+        claimer: Global___PrefillTarget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_claimer", b"_claimer", "claimer", b"claimer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "task_id", b"task_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_claimer", b"_claimer", "claimer", b"claimer", "incarnation", b"incarnation", "task_id", b"task_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__claimer: _TypeAlias = _typing.Literal["claimer"]  # noqa: Y015
+    _WhichOneofArgType__claimer: _TypeAlias = _typing.Literal["_claimer", b"_claimer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__claimer) -> _WhichOneofReturnType__claimer | None: ...
 
 Global___ClaimRequest: _TypeAlias = ClaimRequest  # noqa: Y015
 

@@ -91,8 +91,9 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Claim(self, request, context):
-        """A prefill worker takes a task from its queue, and only now gets its tokens and the place of
-        its history. Errors: NOT_FOUND (TASK_GONE), FAILED_PRECONDITION (STALE_INCARNATION).
+        """A prefill worker takes a task from its queue, or one that waits at its home for whoever comes
+        first, and only now gets its tokens and the place of its history.
+        Errors: NOT_FOUND (TASK_GONE), FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

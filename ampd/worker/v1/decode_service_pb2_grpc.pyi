@@ -44,8 +44,9 @@ class DecodeServiceStub:
     RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL), INVALID_ARGUMENT, UNAVAILABLE (DRAINING).
     """
     Claim: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.ClaimRequest, _decode_service_pb2.ClaimResponse]
-    """A prefill worker takes a task from its queue, and only now gets its tokens and the place of
-    its history. Errors: NOT_FOUND (TASK_GONE), FAILED_PRECONDITION (STALE_INCARNATION).
+    """A prefill worker takes a task from its queue, or one that waits at its home for whoever comes
+    first, and only now gets its tokens and the place of its history.
+    Errors: NOT_FOUND (TASK_GONE), FAILED_PRECONDITION (STALE_INCARNATION).
     """
     Complete: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.CompleteRequest, _decode_service_pb2.CompleteResponse]
     """A prefill worker hands over what it computed, or says that it could not.
@@ -92,8 +93,9 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     RESOURCE_EXHAUSTED (KV_EXHAUSTED, QUEUE_FULL), INVALID_ARGUMENT, UNAVAILABLE (DRAINING).
     """
     Claim: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.ClaimRequest, _decode_service_pb2.ClaimResponse]  # type: ignore[assignment]
-    """A prefill worker takes a task from its queue, and only now gets its tokens and the place of
-    its history. Errors: NOT_FOUND (TASK_GONE), FAILED_PRECONDITION (STALE_INCARNATION).
+    """A prefill worker takes a task from its queue, or one that waits at its home for whoever comes
+    first, and only now gets its tokens and the place of its history.
+    Errors: NOT_FOUND (TASK_GONE), FAILED_PRECONDITION (STALE_INCARNATION).
     """
     Complete: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.CompleteRequest, _decode_service_pb2.CompleteResponse]  # type: ignore[assignment]
     """A prefill worker hands over what it computed, or says that it could not.
@@ -149,8 +151,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_service_pb2.ClaimRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_service_pb2.ClaimResponse, _abc.Awaitable[_decode_service_pb2.ClaimResponse]]:
-        """A prefill worker takes a task from its queue, and only now gets its tokens and the place of
-        its history. Errors: NOT_FOUND (TASK_GONE), FAILED_PRECONDITION (STALE_INCARNATION).
+        """A prefill worker takes a task from its queue, or one that waits at its home for whoever comes
+        first, and only now gets its tokens and the place of its history.
+        Errors: NOT_FOUND (TASK_GONE), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @_abc_1.abstractmethod

@@ -52,7 +52,7 @@ class PrefillServiceServicer:
     """
 
     def Offer(self, request, context):
-        """Puts a task into the queue.
+        """Puts a task into the queue; one that waits at its home only if there is nothing else to do.
         Errors: RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo), UNAVAILABLE (DRAINING),
         FAILED_PRECONDITION (STALE_INCARNATION).
         """

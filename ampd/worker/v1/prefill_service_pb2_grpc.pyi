@@ -34,7 +34,7 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Offer: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.OfferRequest, _prefill_service_pb2.OfferResponse]
-    """Puts a task into the queue.
+    """Puts a task into the queue; one that waits at its home only if there is nothing else to do.
     Errors: RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo), UNAVAILABLE (DRAINING),
     FAILED_PRECONDITION (STALE_INCARNATION).
     """
@@ -47,7 +47,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Offer: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.OfferRequest, _prefill_service_pb2.OfferResponse]  # type: ignore[assignment]
-    """Puts a task into the queue.
+    """Puts a task into the queue; one that waits at its home only if there is nothing else to do.
     Errors: RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo), UNAVAILABLE (DRAINING),
     FAILED_PRECONDITION (STALE_INCARNATION).
     """
@@ -63,7 +63,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_service_pb2.OfferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_service_pb2.OfferResponse, _abc.Awaitable[_prefill_service_pb2.OfferResponse]]:
-        """Puts a task into the queue.
+        """Puts a task into the queue; one that waits at its home only if there is nothing else to do.
         Errors: RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo), UNAVAILABLE (DRAINING),
         FAILED_PRECONDITION (STALE_INCARNATION).
         """

@@ -26,7 +26,7 @@ from ampd.v1 import session_pb2 as ampd_dot_v1_dot_session__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61mpd/worker/v1/task.proto\x12\x0e\x61mpd.worker.v1\x1a\x15\x61mpd/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\"\xfa\x01\n\x0bPrefillTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bround_index\x18\x03 \x01(\r\x12\x0c\n\x04home\x18\x04 \x01(\t\x12\x14\n\x0chome_address\x18\x05 \x01(\t\x12\x18\n\x10home_incarnation\x18\x06 \x01(\x04\x12\x16\n\x0ehistory_tokens\x18\x07 \x01(\r\x12\x18\n\x10increment_tokens\x18\x08 \x01(\r\x12&\n\x03\x61ge\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x03slo\x18\n \x01(\x0b\x32\x0c.ampd.v1.SloBd\n\x12\x64\x65v.ampd.worker.v1B\tTaskProtoP\x01Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\xaa\x02\x0e\x41mpd.Worker.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61mpd/worker/v1/task.proto\x12\x0e\x61mpd.worker.v1\x1a\x15\x61mpd/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\"\x91\x02\n\x0bPrefillTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bround_index\x18\x03 \x01(\r\x12\x0c\n\x04home\x18\x04 \x01(\t\x12\x14\n\x0chome_address\x18\x05 \x01(\t\x12\x18\n\x10home_incarnation\x18\x06 \x01(\x04\x12\x16\n\x0ehistory_tokens\x18\x07 \x01(\r\x12\x18\n\x10increment_tokens\x18\x08 \x01(\r\x12&\n\x03\x61ge\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x03slo\x18\n \x01(\x0b\x32\x0c.ampd.v1.Slo\x12\x15\n\rwaits_at_home\x18\x0b \x01(\x08\x42\x64\n\x12\x64\x65v.ampd.worker.v1B\tTaskProtoP\x01Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\xaa\x02\x0e\x41mpd.Worker.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,5 +35,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022dev.ampd.worker.v1B\tTaskProtoP\001Z0ampd.dev/ampd/gen/go/ampd/worker/v1;ampdworkerv1\252\002\016Ampd.Worker.V1'
   _globals['_PREFILLTASK']._serialized_start=101
-  _globals['_PREFILLTASK']._serialized_end=351
+  _globals['_PREFILLTASK']._serialized_end=374
 # @@protoc_insertion_point(module_scope)

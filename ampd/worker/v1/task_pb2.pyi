@@ -34,6 +34,7 @@ class PrefillTask(_message.Message):
     INCREMENT_TOKENS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
+    WAITS_AT_HOME_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Unique per attempt, chosen by the home."""
     session_id: _builtins.str
@@ -50,6 +51,8 @@ class PrefillTask(_message.Message):
     """Cached tokens before the increment."""
     increment_tokens: _builtins.int
     """New tokens. At least 1."""
+    waits_at_home: _builtins.bool
+    """It waits at its home for whoever claims it first: a worker that has other work leaves it there."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
         """Age of the task: how long its TTFT clock runs already."""
@@ -71,10 +74,11 @@ class PrefillTask(_message.Message):
         increment_tokens: _builtins.int = ...,
         age: _duration_pb2.Duration | None = ...,
         slo: _session_pb2.Slo | None = ...,
+        waits_at_home: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "history_tokens", b"history_tokens", "home", b"home", "home_address", b"home_address", "home_incarnation", b"home_incarnation", "increment_tokens", b"increment_tokens", "round_index", b"round_index", "session_id", b"session_id", "slo", b"slo", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "history_tokens", b"history_tokens", "home", b"home", "home_address", b"home_address", "home_incarnation", b"home_incarnation", "increment_tokens", b"increment_tokens", "round_index", b"round_index", "session_id", b"session_id", "slo", b"slo", "task_id", b"task_id", "waits_at_home", b"waits_at_home"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
