@@ -47,8 +47,8 @@ KV: Final = "kv"
 BATCH: Final = "batch"
 """Decode and mixed steps of one batch: measured together."""
 
-PREFILL_SHARE: Final = 0.28
-KV_SHARE: Final = 0.10
+PREFILL_SHARE: Final = 0.25
+KV_SHARE: Final = 0.06
 AGAIN_SHARE: Final = 0.15
 """Of the budget: for prefills alone, for KV transfers, for what is measured again. What they
 leave is for decode and mixed steps."""
