@@ -46,7 +46,8 @@ BOUND_LATE: Final = frozenset({RouteReason.IDLE_PREFILL_WORKER, RouteReason.LATE
 MAX_WAITING_TASKS: Final = 1024
 """Tasks that wait at once; one more is the home's own."""
 LOOK_S: Final = 0.05
-"""How soon the home looks again at tasks that it did not take."""
+"""How soon the home looks again at tasks that it did not take, and how long a worker that is told
+of one has to claim it before the home may."""
 READ_EVERY_S: Final = 0.1
 """How often it asks the store for the workers while something waits."""
 BLIND_S: Final = 2.0
@@ -76,6 +77,8 @@ class LateTask:
     task: PrefillTask
     grace_s: float
     begin_here: Callable[[], None]
+    promised_until_s: float
+    """Until then the home leaves it to the worker that is being told of it."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     here: bool = False
 
@@ -135,7 +138,7 @@ class LateTasks:
         if len(self._waiting) >= MAX_WAITING_TASKS:
             return None
         now_s = self._clock()
-        late = LateTask(task_, grace_s, begin_here)
+        late = LateTask(task_, grace_s, begin_here, now_s + LOOK_S if told else now_s)
         self._waiting[task_.task_id] = late
         insort(self._order, self._task(late, now_s))
         if self._attendant is None:
@@ -157,9 +160,12 @@ class LateTasks:
         return self._take(task_id) is not None
 
     def show(self, task_id: str) -> None:
-        """The worker that was told of it does not come: others should see it soon."""
-        if task_id in self._waiting:
+        """The worker that was told of it does not come: it is anybody's, the home's too."""
+        late = self._waiting.get(task_id)
+        if late is not None:
+            late.promised_until_s = self._clock()
             self.publish()
+            self.look()
 
     def look(self) -> None:
         """Something has changed that the home's own take depends on."""
@@ -227,7 +233,7 @@ class LateTasks:
             if state.backlog_tokens >= HOME_BACKLOG_TOKENS or not self._can_decode_more(state):
                 return
             decision = take_home(
-                self._order,
+                [t for t in self._order if self._waiting[t.task_id].promised_until_s <= now_s],
                 outlook,
                 now_s=now_s,
                 cost=self._cost,
