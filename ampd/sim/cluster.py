@@ -26,7 +26,7 @@ from ampd.core.slo import attainment
 from ampd.sim.decode_worker import LOOK_S, SimDecodeWorker
 from ampd.sim.kernel import Kernel
 from ampd.sim.prefill_worker import SimPrefillWorker
-from ampd.sim.report import Distribution, LoggedDecision, SimReport, Totals
+from ampd.sim.report import Distribution, LoggedDecision, SimReport, Totals, kv_ratios
 from ampd.sim.rounds import SimRound, SimSession
 from ampd.sim.settings import SimSettings, WorkerSpec
 from ampd.sim.workload import SessionPlan, Workload
@@ -409,6 +409,7 @@ class SimCluster:
             read=Distribution.of([t.read_s for t in timings]),
             compute=Distribution.of([t.compute_s for t in timings]),
             returned=Distribution.of([t.return_s for t in timings]),
+            kv_ratios=kv_ratios(timings),
             local_share=self._counted_local / len(timings) if timings else 0.0,
             rounds=totals.rounds,
             rerouted_rounds=totals.rerouted_rounds,

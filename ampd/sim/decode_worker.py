@@ -44,6 +44,7 @@ from ampd.core.policies import ALWAYS_REMOTE, AMPD, is_literal, number
 from ampd.core.window import MeanWindow
 from ampd.sim.kernel import Kernel
 from ampd.sim.links import LinkEnd
+from ampd.sim.noise import Noise
 from ampd.sim.published import PublishedLoad
 from ampd.sim.report import Totals
 from ampd.sim.rounds import SimRound
@@ -96,6 +97,7 @@ class SimDecodeWorker(PublishedLoad):
         """Seconds of steps, within the counted time."""
         self._cost = spec.cost
         self._actual = spec.cost.scaled(spec.slowdown)
+        self._noise = Noise(settings.noise, f"{info.worker_id} {phase_s}")
         self._settings = settings
         self._slo = slo
         self._kernel = kernel
@@ -402,6 +404,8 @@ class SimDecodeWorker(PublishedLoad):
         chunk = self._next_chunk(now_s, len(entrants)) if self._locals else 0
         self._step_chunk = chunk
         seconds = self._step_s(entrants, chunk, batch)
+        if entrants or chunk:
+            seconds *= self._noise.factor()
         self.busy_s += self._totals.counted_s(now_s, now_s + seconds)
         self._kernel.at(now_s + seconds, self._step_ends, None)
 

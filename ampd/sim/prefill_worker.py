@@ -19,6 +19,7 @@ from ampd.core.prefix_cache import PrefixCache
 from ampd.core.window import MeanWindow
 from ampd.sim.kernel import Kernel
 from ampd.sim.links import LinkEnd, transfer_end_s
+from ampd.sim.noise import Noise
 from ampd.sim.published import PublishedLoad
 from ampd.sim.report import Totals
 from ampd.sim.rounds import SimRound
@@ -52,6 +53,7 @@ class SimPrefillWorker(PublishedLoad):
         """Seconds of computing, within the counted time."""
         self._cost = spec.cost
         self._actual = spec.cost.scaled(spec.slowdown)
+        self._noise = Noise(settings.noise, f"{info.worker_id} {phase_s}")
         self._settings = settings
         self._slo = slo
         self._kernel = kernel
@@ -231,7 +233,7 @@ class SimPrefillWorker(PublishedLoad):
         self._computing = True
         have = round_.have_tokens
         tokens = round_.history_tokens + round_.new_tokens - have
-        seconds = self._actual.t_pre(have, tokens)
+        seconds = self._actual.t_pre(have, tokens) * self._noise.factor()
         round_.compute_s = seconds
         self.busy_s += self._totals.counted_s(now_s, now_s + seconds)
         self._kernel.at(now_s + seconds, self._computed, round_)

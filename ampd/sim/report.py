@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Final
 
-from ampd.core.model import PolicySpec, Slo
+from ampd.core.model import PolicySpec, RoundTimings, Slo
 from ampd.core.slo import Attainment
 
 
@@ -58,6 +60,20 @@ class Distribution:
         return Distribution(count, sum(ordered) / count, p50_s, p95_s, p99_s, ordered[-1])
 
 
+KV_RATIO_EDGES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""Between two bins of the histogram of KV time over compute time."""
+
+
+def kv_ratios(timings: Iterable[RoundTimings]) -> tuple[int, ...]:
+    """Remote prefills by (read + return) / compute: bins below, between and above the edges.
+    A local one returns nothing."""
+    counts = [0] * (len(KV_RATIO_EDGES) + 1)
+    for t in timings:
+        if t.return_s > 0 and t.compute_s > 0:
+            counts[bisect_right(KV_RATIO_EDGES, (t.read_s + t.return_s) / t.compute_s)] += 1
+    return tuple(counts)
+
+
 @dataclass(frozen=True, slots=True)
 class LoggedDecision:
     """One decision: where a round was sent and why, and where it was prefilled in the end."""
@@ -102,6 +118,9 @@ class SimReport:
     read: Distribution
     compute: Distribution
     returned: Distribution
+    kv_ratios: tuple[int, ...]
+    """Of counted remote prefills: how many moved KV for so long, over their computing; one more
+    than `KV_RATIO_EDGES`."""
     local_share: float
     rounds: int
     """Counted or not."""

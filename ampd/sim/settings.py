@@ -49,6 +49,8 @@ class SimSettings:
     """What a round asks room for, over what it will say: 1 is a client that knows."""
     link_contention: bool = True
     """Whether transfers of one worker in one direction wait for each other."""
+    noise: float = 0.0
+    """Of each computation of prompt tokens: the sigma of its time's logarithm, around the mean."""
     gap_statistics: bool = False
     """Whether P95 and largest gap of every round are kept too; an SLO on them needs it."""
     decision_log: bool = False

@@ -11,7 +11,7 @@ from sim_cases import COST, SLO, run, session, settings
 
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
 from ampd.core.model import ItlStatistic, Slo
-from ampd.sim.report import LoggedDecision
+from ampd.sim.report import KV_RATIO_EDGES, LoggedDecision
 from ampd.sim.workload import RoundPlan
 
 
@@ -75,6 +75,22 @@ def test_a_slow_worker_is_not_known_to_be_slow() -> None:
     report = run(replace(chosen, prefill=(slow,)), plan)
     assert report.compute.mean_s == pytest.approx(0.2)
     assert report.decisions[0].predicted_ttft_s == pytest.approx(0.11)
+
+
+def test_noise_changes_times_of_prefills_about_their_mean() -> None:
+    plans = [session(f"s{i}", 10.0 * i, RoundPlan(0.0, 100, 2)) for i in range(400)]
+    exact, noisy, again = (run(settings(noise=sigma), *plans) for sigma in (0.0, 0.3, 0.3))
+    assert noisy.compute == again.compute
+    assert noisy.compute.p50_s < exact.compute.mean_s < noisy.compute.p95_s
+    assert noisy.compute.mean_s == pytest.approx(exact.compute.mean_s, rel=0.05)
+
+
+def test_kv_time_is_counted_over_compute_time() -> None:
+    # 0.1 s of computing, 0.03 s back.
+    slow = replace(COST, kv=KvCost(token_s=3e-4))
+    report = run(settings(cost=slow), session("a", 0.0, RoundPlan(0.0, 100, 2)))
+    assert report.kv_ratios.index(1) == KV_RATIO_EDGES.index(0.5)
+    assert sum(report.kv_ratios) == 1
 
 
 def test_rounds_wait_for_kv_and_evict_only_behind_the_lease() -> None:
