@@ -8,7 +8,7 @@ take is `ampd.core.late_binding.pull`; whether the task is still to be had, its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -32,7 +32,8 @@ that it takes from."""
 IDLE_LOOK_S: Final = 0.2
 """How soon while nothing waits."""
 QUIET_LOOK_S: Final = 1.0
-"""How soon while nothing has waited for QUIET_S: an idle worker is told of tasks anyway."""
+"""How soon while nothing has waited for QUIET_S, nor was computed: an idle worker is told of tasks
+anyway."""
 QUIET_S: Final = 2.0
 AHEAD_S: Final = 0.2
 """The worker looks for its next task when the present ones have so much left to compute."""
@@ -91,6 +92,7 @@ class LateTasks:
     def look_soon(self) -> None:
         """The worker is free, or a new policy is in force: whatever it knew is old."""
         self._soon = True
+        self._active_s = self._clock()
 
     def wait_s(self, now_s: float, rest_s: float) -> float | None:
         """Ask the store if it is time to, and say how long to wait before choosing again; None:
@@ -110,13 +112,20 @@ class LateTasks:
             return None
         return min(due_in_s, self._claim_in_s)
 
-    def choose(self, now_s: float, *, rest_s: float, calibration: float) -> LateChoice | None:
+    def choose(
+        self, now_s: float, *, rest_s: float, calibration: float, held: Container[str]
+    ) -> LateChoice | None:
         """The task to claim now; None: nothing is known to wait, or the present computation
-        (`rest_s`) goes on for longer than the claim takes."""
+        (`rest_s`) goes on for longer than the claim takes. `held`: tasks that the worker has
+        already, having been told of them."""
         self._claim_in_s = inf
         if not self._tasks or rest_s > AHEAD_S or now_s - self._known.read_s > LOOK_S:
             return None
-        tasks = [t for t in self._tasks if not self._is_shunned(self._homes[t.home], now_s)]
+        tasks = [
+            t
+            for t in self._tasks
+            if t.task_id not in held and not self._is_shunned(self._homes[t.home], now_s)
+        ]
 
         def work_s(task: Task) -> float:
             return calibration * task.compute_s + self.read_s(task.session_id, task.history_tokens)

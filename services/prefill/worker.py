@@ -212,7 +212,9 @@ class PrefillWorker:
         )
 
     def _late_task(self, now_s: float, busy_s: float) -> TakenTask | None:
-        choice = self._late.choose(now_s, rest_s=busy_s, calibration=self._calibration)
+        choice = self._late.choose(
+            now_s, rest_s=busy_s, calibration=self._calibration, held=self._taken
+        )
         if choice is None:
             return None
         task = choice.decision.task

@@ -95,16 +95,18 @@ class InProcess:
         limits: HomeLimits | None = None,
         engine: Any = None,
         tools: ToolRunner | None = None,
+        cost: CostModel | None = None,
     ) -> LocalHome:
         """Start a decode worker, in place of an earlier life of that name; `engine`: another
-        one than a SteppingEngine."""
+        one than a SteppingEngine; `cost`: what it predicts, nothing by default."""
+        cost = cost or CostModel()
         engine = engine or SteppingEngine(STEP, capacity=capacity)
         limits = limits or HomeLimits(kv_lease_s=0.0)
         peers = LoopbackPeers(self.network, home_address=worker_id, home_incarnation=incarnation)
         late = LateTasks(
             worker_id=worker_id,
             store=self.store,
-            cost=CostModel(),
+            cost=cost,
             chores=self.chores,
             clock=time.monotonic,
         )
@@ -120,7 +122,7 @@ class InProcess:
             worker_id=worker_id,
             engine=engine,
             tasks=tasks,
-            cost=CostModel(),
+            cost=cost,
             limits=limits,
             chores=self.chores,
             clock=time.monotonic,
@@ -134,7 +136,7 @@ class InProcess:
             kv_block_tokens=engine.info.block_tokens,
             kv_capacity_tokens=engine.info.kv_capacity_tokens,
             max_model_tokens=engine.info.max_model_tokens,
-            cost=CostModel(),
+            cost=cost,
         )
         mover = SessionMover(
             info=info,
