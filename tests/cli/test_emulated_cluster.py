@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +20,21 @@ from ampd.adapters.tokenizer_emulated import EmulatedTokenizer
 from ampd.client import AmpdClient
 from ampd.core.model import SamplingParams as CoreSamplingParams
 from ampd.v1.policy_pb2 import Policy
+from ampd.v1.round_pb2 import (
+    ROUTE_REASON_IDLE_PREFILL_WORKER,
+    ROUTE_REASON_LATE_BINDING,
+    ROUTE_REASON_PULLED,
+    ROUTE_REMOTE,
+)
 from ampd.v1.sampling_params_pb2 import SamplingParams
-from ampd.v1.session_service_pb2 import GenerateRequest, RoundFinished, TokenBatch, TokenIds
+from ampd.v1.session_service_pb2 import (
+    GenerateRequest,
+    RoundFinished,
+    RoundPlaced,
+    TokenBatch,
+    TokenIds,
+)
+from ampd.v1.worker_pb2 import WORKER_ROLE_PREFILL
 
 MAX_MODEL_TOKENS = 8192
 MAX_RSS_BYTES = 200 << 20
@@ -43,7 +59,7 @@ def cluster(ampdctl: Ampdctl) -> Iterator[dict[str, object]]:
     ampdctl.ok("down")
 
 
-@pytest.mark.parametrize("policy", ["always-remote", "always-local", "ampd-paper"])
+@pytest.mark.parametrize("policy", ["always-remote", "always-local", "ampd-paper", "ampd"])
 async def test_every_token_is_the_oracles(cluster: dict[str, object], policy: str) -> None:
     tokenizer = EmulatedTokenizer()
     async with AmpdClient(str(cluster["address"])) as client:
@@ -87,6 +103,62 @@ async def test_every_token_is_the_oracles(cluster: dict[str, object], policy: st
         assert pulled > 0
     elif policy == "always-local":
         assert pulled == 0
+
+
+async def _session_of_the_oracle(address: str, seed: int) -> Counter[int]:
+    """Three rounds, every token as expected; how often each reason was the last."""
+    rng, reasons = random.Random(seed), Counter[int]()
+    async with AmpdClient(address) as client:
+        session = await client.create_session()
+        history = array("I")
+        for _ in range(3):
+            increment = array("I", rng.choices(range(300, 1000), k=rng.randint(200, 1500)))
+            request = GenerateRequest(
+                session_id=session.session_id,
+                token_ids=TokenIds(ids=increment),
+                sampling=SamplingParams(max_tokens=32, temperature=0.0),
+            )
+            said: list[int] = []
+            where = RoundPlaced()
+            async for event in client.generate(request):
+                if isinstance(event, TokenBatch):
+                    said += event.token_ids
+                elif isinstance(event, RoundPlaced):
+                    where = event
+            expected = expect(
+                history + increment,
+                CoreSamplingParams(max_tokens=32, temperature=0.0),
+                max_model_tokens=MAX_MODEL_TOKENS,
+            )
+            assert said == expected.tokens
+            assert (where.route == ROUTE_REMOTE) == bool(where.prefill_worker)
+            reasons[where.reason] += 1
+            history += increment + array("I", said[: expected.kept_output_tokens])
+        await client.close_session(session.session_id)
+    return reasons
+
+
+async def test_late_binding_under_load(cluster: dict[str, object]) -> None:
+    """Tasks wait at home: prefill workers and the home take them, and every token is right."""
+    address = str(cluster["address"])
+    async with AmpdClient(address) as client:
+        await client.set_policy(Policy(name="ampd"))
+        flows = [_session_of_the_oracle(address, seed) for seed in range(24)]
+        reasons = sum(await asyncio.gather(*flows), Counter[int]())
+        workers = [worker async for worker in client.list_workers()]
+    assert reasons.total() == 24 * 3
+    assert reasons[ROUTE_REASON_PULLED] > 0
+    assert reasons[ROUTE_REASON_LATE_BINDING] > 0, "the home has taken some"
+    assert set(reasons) <= {
+        ROUTE_REASON_PULLED,
+        ROUTE_REASON_LATE_BINDING,
+        ROUTE_REASON_IDLE_PREFILL_WORKER,
+    }
+    assert all(worker.load.waiting_tasks == 0 for worker in workers)
+    # Emulated engines take what their profile says, and a little of the machine's time.
+    slowness = [w.load.calibration for w in workers if w.role == WORKER_ROLE_PREFILL]
+    assert len(slowness) == 2
+    assert all(0.5 < calibration < 3.0 for calibration in slowness), slowness
 
 
 def test_workers_say_what_they_emulate(ampdctl: Ampdctl, cluster: dict[str, object]) -> None:
