@@ -383,6 +383,7 @@ class Home:
         session.ttft_spare_s += round_.order.slo.ttft_s - finished.timings.ttft_s
         self._keep(session, round_, finished)
         self._admission.poke()
+        self._tasks.late.look()
         return finished
 
     def _discard(self, session: ResidentSession, round_: RunningRound) -> None:
@@ -396,6 +397,7 @@ class Home:
         if round_.computed is not None and not round_.taken:
             self._tasks.void(round_.computed.target, round_.computed.task_id)
         self._admission.poke()
+        self._tasks.late.look()
 
     def _keep(
         self, session: ResidentSession, round_: RunningRound, finished: Finished | None

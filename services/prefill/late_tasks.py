@@ -15,6 +15,8 @@ from typing import Final
 
 from ampd.core.cost_model import CostModel
 from ampd.core.late_binding import (
+    AHEAD_S,
+    CLAIM_S,
     PullDecision,
     StarvedShare,
     Task,
@@ -35,11 +37,6 @@ QUIET_LOOK_S: Final = 1.0
 """How soon while nothing has waited for QUIET_S, nor was computed: an idle worker is told of tasks
 anyway."""
 QUIET_S: Final = 2.0
-AHEAD_S: Final = 0.2
-"""The worker looks for its next task when the present ones have so much left to compute."""
-CLAIM_S: Final = 0.005
-"""What a claim takes: so long before the end of the present computation the next task is claimed,
-or the read of its history longer."""
 SHUN_S: Final = 1.0
 """How long a home that could not be reached is left alone."""
 
@@ -57,17 +54,25 @@ class LateTasks:
     """What waits at all homes."""
 
     def __init__(
-        self, *, store: StateStore, cost: CostModel, cache: PrefixCache, clock: Clock
+        self,
+        *,
+        store: StateStore,
+        cost: CostModel,
+        cache: PrefixCache,
+        capacity_tokens: int,
+        clock: Clock,
     ) -> None:
+        """`cache`: what the worker has itself; `capacity_tokens`: a longer task is not for it."""
         self._cost = cost
         self._cache = cache
+        self._capacity_tokens = capacity_tokens
         self._clock = clock
         self._known = KnownWorkers(store, clock=clock)
         self._mirror = TaskMirror(cost)
         self._starved = StarvedShare()
         self._homes: dict[str, tuple[str, int]] = {}
         self._tasks: list[Task] = []
-        """As read last, without those that were tried already; by deadline."""
+        """As read last, without those that were tried already or are too long; by deadline."""
         self._tried: set[str] = set()
         """Of those that are still shown."""
         self._shunned: dict[tuple[str, int], float] = {}
@@ -128,7 +133,9 @@ class LateTasks:
         ]
 
         def work_s(task: Task) -> float:
-            return calibration * task.compute_s + self.read_s(task.session_id, task.history_tokens)
+            # The present computation hides the read.
+            read_s = self.read_s(task.session_id, task.history_tokens)
+            return calibration * task.compute_s + max(0.0, read_s - rest_s)
 
         speed = speed_of(self._known.views, self._cost, calibration)
         decision = pull(tasks, work_s, now_s=now_s + rest_s, speed=speed, starved=self._starved)
@@ -168,6 +175,11 @@ class LateTasks:
         }
         shown = self._mirror.tasks(known.views, known.read_s)
         self._tried.intersection_update([task.task_id for task in shown])
-        self._tasks = [task for task in shown if task.task_id not in self._tried]
+        self._tasks = [
+            task
+            for task in shown
+            if task.task_id not in self._tried
+            and task.history_tokens + task.increment_tokens <= self._capacity_tokens
+        ]
         if shown:
             self._active_s = self._clock()

@@ -107,7 +107,13 @@ class PrefillWorker:
         self._queue = PrefillQueue(max_tasks=max_queued_tasks)
         self._cache = PrefixCache(engine.info.kv_capacity_tokens)
         """What its engine is likely to have of the sessions that it computed for."""
-        self._late = LateTasks(store=store, cost=cost, cache=self._cache, clock=clock)
+        self._late = LateTasks(
+            store=store,
+            cost=cost,
+            cache=self._cache,
+            capacity_tokens=engine.info.kv_capacity_tokens,
+            clock=clock,
+        )
         self._calibration = 1.0
         self._computed_until_s = -inf
         self._homes: dict[str, tuple[str, int]] = {}

@@ -523,6 +523,15 @@ async def test_what_waits_is_pulled_under_the_next_policy_too(policy: str) -> No
         assert store_of(worker).asked - before <= 1
 
 
+async def test_what_a_worker_cannot_hold_is_left_to_others() -> None:
+    async with pulling(2) as cluster:
+        small = cluster.workers[0]
+        small._late._capacity_tokens = 19
+        events = await cluster.setup.begin(order())
+        assert [moved.prefill_worker for moved in rerouted(events)] == ["p1"]
+        assert not cluster.engines[0].prefills
+
+
 async def test_a_draining_worker_pulls_nothing() -> None:
     async with pulling(2) as cluster:
         cluster.workers[0].start_drain()
