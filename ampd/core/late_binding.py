@@ -42,6 +42,11 @@ take more than this share of the TTFT SLO."""
 LATE_WORK_SHARE: Final = 0.3
 """Late work may go first while all of it takes the prefill workers less than this share of a
 TTFT SLO."""
+AHEAD_S: Final = 0.2
+"""A prefill worker looks for its next task when the present one has so much left to compute."""
+CLAIM_S: Final = 0.005
+"""What a claim takes: so long before the end of the present computation the next task is claimed,
+or the read of its history longer."""
 STARVED_SLOS: Final = 4.0
 """A task older than so many TTFT SLOs may use the share of the starved."""
 STARVED_SHARE: Final = 0.03

@@ -11,7 +11,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ampd.core.late_binding import StarvedShare, Task, TaskMirror, pull, speed_of
+from ampd.core.late_binding import (
+    AHEAD_S,
+    CLAIM_S,
+    StarvedShare,
+    Task,
+    TaskMirror,
+    pull,
+    speed_of,
+)
+from ampd.core.local_prefill import calibrate
 from ampd.core.model import PolicySpec, PrefillTask, Slo, WorkerInfo, WorkerLoad
 from ampd.core.policies import AMPD, is_literal, number, queue_order
 from ampd.core.prefill_queue import PrefillQueue
@@ -67,6 +76,9 @@ class SimPrefillWorker(PublishedLoad):
         self._in_engine: list[SimRound] = []
         self._ready: list[SimRound] = []
         self._computing = False
+        self._computed_s = 0.0
+        """When the present computation is expected to end."""
+        self._calibration = 1.0
         self._turn = 0
         self._binds_late = policy.name == AMPD
         self._starved = StarvedShare()
@@ -118,24 +130,17 @@ class SimPrefillWorker(PublishedLoad):
 
     def hint(self, home: SimDecodeWorker, round_: SimRound) -> bool:
         """A task waits at its home: take it if there is nothing else to do."""
-        if len(self._in_engine) >= self._places():
+        if self._in_engine:
             return False
         now_s = self._kernel.now_s
         if now_s >= self.next_heartbeat_s:
             self.publish(now_s)
-        claimed = home.claim(round_.task_id)
-        if claimed is None:
-            return False
-        self._take(claimed, self._cost.t_pre(claimed.history_tokens, claimed.new_tokens), now_s)
-        return True
-
-    def _places(self) -> int:
-        return 1 if self._binds_late else TASKS_IN_ENGINE
+        return self._claim(home, round_.task_id, now_s)
 
     def look(self, _: None = None) -> None:
-        """Late binding: take what waits at the homes, if there is a place for it."""
+        """Late binding: take what waits at the homes, if the computation is over or nearly so."""
         now_s = self._kernel.now_s
-        if len(self._in_engine) >= self._places():
+        if len(self._in_engine) >= (TASKS_IN_ENGINE if self._computing else 1):
             return
         if now_s >= self.next_heartbeat_s:
             self.publish(now_s)
@@ -144,23 +149,44 @@ class SimPrefillWorker(PublishedLoad):
         if not tasks:
             return
         tasks = list(tasks)
-        speed = speed_of((other.view(now_s) for other in self.others), self._cost, 1.0)
-        while tasks and len(self._in_engine) < self._places():
-            decision = pull(tasks, self._work_s, now_s=now_s, speed=speed, starved=self._starved)
-            assert decision is not None  # noqa: S101 - there are tasks
-            tasks.remove(decision.task)
-            home = self.homes[decision.task.home]
-            round_ = home.claim(decision.task.task_id)
-            if round_ is None:
-                continue
-            self._starved.add(decision)
-            self._take(round_, self._cost.t_pre(round_.history_tokens, round_.new_tokens), now_s)
+        rest_s = max(0.0, self._computed_s - now_s) if self._computing else 0.0
+        others = (other.view(now_s) for other in self.others)
+        speed = speed_of(others, self._cost, self._calibration)
 
-    def _work_s(self, task: Task) -> float:
-        cached = self._cache.tokens(task.session_id)
-        read = max(0, task.history_tokens - cached)
-        cost = self._cost
-        return cost.t_pre(task.history_tokens, task.increment_tokens) + cost.t_kv(read)
+        def work_s(task: Task) -> float:
+            # The present computation hides the read.
+            return self._calibration * task.compute_s + max(0.0, self._read_s(task) - rest_s)
+
+        while tasks:
+            decision = pull(tasks, work_s, now_s=now_s + rest_s, speed=speed, starved=self._starved)
+            if decision is None:
+                return
+            chosen = decision.task
+            ahead_s = CLAIM_S + self._read_s(chosen)
+            if rest_s > ahead_s:
+                self._look_at(self._computed_s - ahead_s)
+                return
+            if self._claim(self.homes[chosen.home], chosen.task_id, now_s):
+                self._starved.add(decision)
+                return
+            tasks.remove(chosen)
+
+    def _look_at(self, at_s: float) -> None:
+        """Look once then; an instant that has come to be too late anyway counts for nothing."""
+        if at_s > self._kernel.now_s:
+            self._kernel.at(at_s, self.look, None)
+
+    def _claim(self, home: SimDecodeWorker, task_id: str, now_s: float) -> bool:
+        round_ = home.claim(task_id)
+        if round_ is None:
+            return False
+        compute_s = self._cost.t_pre(round_.history_tokens, round_.new_tokens)
+        self._take(round_, self._calibration * compute_s, now_s)
+        return True
+
+    def _read_s(self, task: Task) -> float:
+        cached_tokens = self._cache.tokens(task.session_id)
+        return self._cost.t_kv(max(0, task.history_tokens - cached_tokens))
 
     def load(self, at_s: float) -> WorkerLoad:
         """What routing needs to know, as the live worker publishes it."""
@@ -168,9 +194,10 @@ class SimPrefillWorker(PublishedLoad):
         open_s += [at_s - round_.created_s for round_ in self._in_engine]
         return WorkerLoad(
             queued_tasks=len(open_s),
-            queued_prefill_s=self._queue.total_s + self._rest_s(at_s),
+            queued_prefill_s=self._calibration * self._queue.total_s + self._rest_s(at_s),
             oldest_wait_s=max(open_s, default=0.0),
             ttft_window_s=self._ttft.statistic(at_s, open_s if self._counts_open else ()),
+            calibration=self._calibration,
         )
 
     def _rest_s(self, at_s: float) -> float:
@@ -185,7 +212,7 @@ class SimPrefillWorker(PublishedLoad):
             if queued is None:
                 return
             round_ = self._rounds.pop(queued.task.task_id)
-            self._take(round_, queued.compute_s, now_s)
+            self._take(round_, self._calibration * queued.compute_s, now_s)
 
     def _take(self, round_: SimRound, predicted_s: float, now_s: float) -> None:
         """Out of the queue: read what is missing here of the history."""
@@ -235,6 +262,10 @@ class SimPrefillWorker(PublishedLoad):
         tokens = round_.history_tokens + round_.new_tokens - have
         seconds = self._actual.t_pre(have, tokens) * self._noise.factor()
         round_.compute_s = seconds
+        round_.expected_s = self._cost.t_pre(have, tokens)
+        self._computed_s = now_s + self._calibration * round_.expected_s
+        if self._binds_late:
+            self._look_at(self._computed_s - AHEAD_S)
         self.busy_s += self._totals.counted_s(now_s, now_s + seconds)
         self._kernel.at(now_s + seconds, self._computed, round_)
 
@@ -243,6 +274,7 @@ class SimPrefillWorker(PublishedLoad):
         if now_s >= self.next_heartbeat_s:
             self.publish(now_s)
         self._computing = False
+        self._calibration = calibrate(self._calibration, round_.expected_s, round_.compute_s)
         self._in_engine.remove(round_)
         self._ttft.add(now_s, now_s - round_.created_s)
         session, home = round_.session, round_.session.home

@@ -51,6 +51,7 @@ class SimRound:
         "decision",
         "done_tokens",
         "end_step",
+        "expected_s",
         "first_token_s",
         "footprint_tokens",
         "have_tokens",
@@ -99,6 +100,7 @@ class SimRound:
         self.done_tokens = 0
         self.turn = 0
         self.predicted_s = 0.0
+        self.expected_s = 0.0
         self.taken_s = 0.0
         self.queue_s = 0.0
         self.read_s = 0.0
