@@ -59,7 +59,7 @@ async def pinned(cluster: LocalCluster) -> AsyncIterator[int]:
     rng = random.Random(1)
     async with RawClient(cluster.address) as client:
         sessions = [await client.create() for _ in range(SESSIONS)]
-        for policy in ("always-local", "always-remote"):
+        for policy in ("always-local", "always-remote", "ampd"):
             await client.set_policy(policy)
             await asyncio.gather(
                 *(client.generate(round_request(s, random_tokens(rng, 100))) for s in sessions)

@@ -439,7 +439,7 @@ class _Progress:
 class PolicyFlipper:
     """Sets another policy all the time, as operators do."""
 
-    POLICIES: Final = ("ampd-paper", "always-remote", "always-local")
+    POLICIES: Final = ("ampd", "ampd-paper", "always-remote", "always-local")
 
     def __init__(self, seed: int, shape: WorkShape, endpoints: Endpoints, judge: Judge) -> None:
         self._rng = random.Random(f"policy {seed}")

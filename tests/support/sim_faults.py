@@ -277,7 +277,7 @@ class Nemesis:
         )
 
     async def _policy(self) -> None:
-        name = self._rng.choice(["ampd-paper", "always-remote", "always-local"])
+        name = self._rng.choice(["ampd", "ampd-paper", "always-remote", "always-local"])
         await self._admin("SetPolicy", admin_pb.SetPolicyRequest(policy=Policy(name=name)))
 
     async def _evict(self) -> None:

@@ -220,7 +220,7 @@ def _drawn(seed: int, profile: Profile) -> Profile:
     """The run's policy, and whether messages meet in one step of the loop: each gets its share
     of the seeds."""
     rng = random.Random(f"drawn {seed}")
-    policy = rng.choice(("ampd-paper", "ampd-paper", "always-remote", "always-local"))
+    policy = rng.choice(("ampd", "ampd", "ampd-paper", "always-remote", "always-local"))
     grid_s = rng.choice((0.0, 0.0, 0.001, 0.01))
     return replace(
         profile,
