@@ -37,6 +37,8 @@ QUIET_LOOK_S: Final = 1.0
 """How soon while nothing has waited for QUIET_S, nor was computed: an idle worker is told of tasks
 anyway."""
 QUIET_S: Final = 2.0
+SHORTEST_S: Final = 0.001
+"""No wait is shorter: one that ends a rounding error too soon would begin again and again."""
 SHUN_S: Final = 1.0
 """How long a home that could not be reached is left alone."""
 
@@ -105,7 +107,7 @@ class LateTasks:
         if self._asked.is_set() or not (self.enabled or self._tasks or self._soon):
             return None
         if rest_s > AHEAD_S:
-            return rest_s - AHEAD_S
+            return max(SHORTEST_S, rest_s - AHEAD_S)
         if self._tasks or self._soon:
             every_s = LOOK_S
         else:
@@ -115,7 +117,7 @@ class LateTasks:
             self._soon = False
             self._asked.set()
             return None
-        return min(due_in_s, self._claim_in_s)
+        return max(SHORTEST_S, min(due_in_s, self._claim_in_s))
 
     def choose(
         self, now_s: float, *, rest_s: float, calibration: float, held: Container[str]
