@@ -22,6 +22,7 @@ from ampd.bench.data_path import (
     measure_data_path,
 )
 from ampd.bench.kv_path import KvCell
+from ampd.cli import bench_policies
 from ampd.cli.cluster import EMULATED_KV_CACHE_BYTES, ClusterSpec, EngineKind, LocalCluster
 from ampd.cli.console import say
 from ampd.cli.errors import CliError
@@ -31,6 +32,8 @@ from ampd.cli.runner import run_async
 from ampd.core.model import Role
 
 app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+for command in (bench_policies.policies, bench_policies.report):
+    app.command()(command)
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the whole result there.", show_default=False)

@@ -1,0 +1,92 @@
+"""Who is compared: every named policy, some of them in a second form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ampd.core.errors import invalid_field
+from ampd.core.policies import (
+    ALWAYS_REMOTE,
+    AMPD,
+    AMPD_PAPER,
+    FIRST_REMOTE,
+    LEAST_LOADED,
+    POLICIES,
+    ROUND_ROBIN,
+    THRESHOLD,
+    SettingValue,
+)
+
+Settings = tuple[tuple[str, SettingValue], ...]
+"""Of a policy, sorted by name; what is not in it has its default."""
+
+COLOCATED_PREFIX: Final = "colocated"
+"""Of the policies under which every worker does both: their one layout has decode workers only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A policy with settings. `tunings`: further settings that its search tries on its best
+    layout, as one would who deploys it."""
+
+    name: str
+    policy: str
+    settings: Settings = ()
+    tunings: tuple[Settings, ...] = ()
+
+    @property
+    def colocated(self) -> bool:
+        """Whether every worker does both."""
+        return self.policy.startswith(COLOCATED_PREFIX)
+
+    @property
+    def least_prefill(self) -> int:
+        """The fewest prefill workers it can do with."""
+        return int(self.policy in (ALWAYS_REMOTE, FIRST_REMOTE))
+
+
+REFERENCE: Final = Contender(ALWAYS_REMOTE, ALWAYS_REMOTE, (("choice", LEAST_LOADED),))
+"""Its saturation is the unit of all rates."""
+_TUNINGS: Final[dict[str, tuple[Settings, ...]]] = {
+    THRESHOLD: ((("tokens", 128),), (("tokens", 512),), (("tokens", 1024),)),
+    AMPD_PAPER: (
+        (("alpha", 0.5),),
+        (("beta", 0.6),),
+        (("alpha", 0.5), ("beta", 0.6)),
+    ),
+}
+_FORMS: Final = (
+    Contender(f"{ALWAYS_REMOTE}[{ROUND_ROBIN}]", ALWAYS_REMOTE, (("choice", ROUND_ROBIN),)),
+    Contender(f"{AMPD_PAPER}[literal]", AMPD_PAPER, (("literal", True),)),
+)
+"""Policies in their second form: what they are known for elsewhere."""
+
+
+def contenders() -> tuple[Contender, ...]:
+    """All of them: `ampd` first where there is one."""
+    named = [
+        REFERENCE if name == ALWAYS_REMOTE else Contender(name, name, (), _TUNINGS.get(name, ()))
+        for name in POLICIES
+    ]
+    return (*named, *_FORMS)
+
+
+def policy_names() -> tuple[str, ...]:
+    """One contender of each policy."""
+    return tuple(POLICIES)
+
+
+def chosen_contenders(names: tuple[str, ...]) -> tuple[Contender, ...]:
+    """Those of the names, in the order of `contenders`; all without names. INVALID_FIELD for a
+    name that is none."""
+    known = {contender.name: contender for contender in contenders()}
+    for name in names:
+        if name not in known:
+            raise invalid_field("policies", f"{name} is none of {', '.join(known)}")
+    return tuple(c for c in known.values() if not names or c.name in names)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a contender is the one that all others are baselines of."""
+    return name == AMPD
