@@ -69,7 +69,7 @@ def drive(
     told: Callable[[Progress], None],
 ) -> list[T]:
     """What the plans return, in their order. All their runs are in the journal in the end, and
-    until there as far as it got. `told` hears of every run.
+    until there as far as it got. `told` hears of every run, and of the end.
 
     Raises what a run or a plan raises (the first of it), and OSError of the journal.
     """
@@ -119,6 +119,7 @@ class _Driver(Generic[T]):
             done, _ = wait(self._running, return_when=FIRST_COMPLETED)
             for future in done:
                 self._ran(self._running.pop(future), future.result())
+        self._told(self._progress)
         return [self._results[index] for index in range(len(self._plans))]
 
     def _ran(self, run: Run, outcome: Outcome) -> None:
