@@ -277,17 +277,19 @@ class Recorded(Workload):
 
 
 def recorded(rng: random.Random) -> tuple[SessionPlan, ...]:
-    """Sessions of three rounds, several at a time. No two rounds begin within a heartbeat, nor
-    are two lengths equal: decisions that hang on a tie would tell of the network alone."""
+    """Sessions of three rounds, several at a time. Rounds come in pairs: the second sees where the
+    first was placed. Any other two are so far apart that the earlier one's prefill has ended in
+    every load that the later one sees, nor are two lengths equal: decisions that hang on a tie, or
+    on when a heartbeat came, would tell of the network alone."""
     plans = []
     for number in range(18):
-        first_s = 1.3 * number
+        first_s = 2.6 * (number // 2) + 0.03 * (number % 2)
         rounds = [
             RoundPlan(
                 0.0,
                 rng.randrange(40, 1500),
                 rng.randrange(4, 40),
-                earliest_s=first_s + index * 7.15,
+                earliest_s=first_s + index * 2.6 * (2 + 1 / 3),
             )
             for index in range(3)
         ]
