@@ -22,22 +22,27 @@ from ampd.bench.data_path import (
     measure_data_path,
 )
 from ampd.bench.kv_path import KvCell
-from ampd.cli import bench_policies
+from ampd.cli import bench_live, bench_policies
 from ampd.cli.cluster import EMULATED_KV_CACHE_BYTES, ClusterSpec, EngineKind, LocalCluster
 from ampd.cli.console import say
-from ampd.cli.errors import CliError
-from ampd.cli.options import DEFAULT_EMULATED_MODEL, Output
-from ampd.cli.output import Column, Format, View, emit_list, emit_one, megabytes, plain, seconds
+from ampd.cli.options import DEFAULT_EMULATED_MODEL, JsonFile, Output
+from ampd.cli.output import (
+    Column,
+    Format,
+    View,
+    emit_list,
+    emit_one,
+    megabytes,
+    plain,
+    seconds,
+    write_result,
+)
 from ampd.cli.runner import run_async
 from ampd.core.model import Role
 
 app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
-for command in (bench_policies.policies, bench_policies.report):
+for command in (bench_policies.policies, bench_policies.report, bench_live.live):
     app.command()(command)
-
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the whole result there.", show_default=False)
-]
 
 
 @app.command()
@@ -215,14 +220,3 @@ def _cell_view(cell: Cell) -> View:
         "bar_s": cell.bar_s,
         "met": cell.met,
     }
-
-
-def write_result(path: Path | None, result: object) -> None:
-    """As indented JSON; nothing without a path."""
-    if path is None:
-        return
-    encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
-    try:
-        path.write_bytes(encoded + b"\n")
-    except OSError as error:
-        raise CliError(f"{path}: {error.strerror}") from error

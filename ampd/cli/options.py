@@ -43,6 +43,10 @@ EngineOption = Annotated[
     typer.Option("--engine", help="emulated: no model, words that are no language, real KV."),
 ]
 
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the whole result there.", show_default=False)
+]
+
 
 def _usable_profile(source: str | None) -> str | None:
     """Refused before anything is started."""

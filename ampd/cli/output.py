@@ -7,12 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
+import msgspec
 import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from ampd.cli.errors import CliError
 
 View = Mapping[str, object]
 
@@ -121,3 +125,14 @@ def _flat(value: object) -> str:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def write_result(path: Path | None, result: object) -> None:
+    """As indented JSON; nothing without a path."""
+    if path is None:
+        return
+    encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
+    try:
+        path.write_bytes(encoded + b"\n")
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror}") from error
