@@ -7,6 +7,7 @@ from typing import Final
 
 from ampd.core.errors import invalid_field
 from ampd.core.policies import (
+    ALWAYS_LOCAL,
     ALWAYS_REMOTE,
     AMPD,
     AMPD_PAPER,
@@ -39,6 +40,11 @@ class Contender:
     def colocated(self) -> bool:
         """Whether every worker does both."""
         return self.policy.startswith(COLOCATED_PREFIX)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether prefill workers are of no use to it: its best layout has none."""
+        return self.colocated or self.policy == ALWAYS_LOCAL
 
     @property
     def least_prefill(self) -> int:

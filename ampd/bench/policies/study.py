@@ -207,9 +207,17 @@ class _Bench:
         capacities: dict[int, float] = {}
 
         def evaluate(splits: Sequence[int]) -> Plan[Mapping[int, Score]]:
-            guess = max(capacities.values(), default=self._guess())
             found = yield from together(
-                [self._r50_on(split, self._short, guess, COARSE_STEP, COARSE) for split in splits]
+                [
+                    self._r50_on(
+                        split,
+                        self._short,
+                        max(capacities.values(), default=self._guess(split)),
+                        COARSE_STEP,
+                        COARSE,
+                    )
+                    for split in splits
+                ]
             )
             capacities.update(zip(splits, found, strict=True))
             return {split: (capacities[split],) for split in splits}
@@ -234,22 +242,22 @@ class _Bench:
         )
         return rounded_rate(rate)
 
-    def _guess(self) -> float:
-        """Sessions a second that half of the workers prefill."""
+    def _guess(self, prefill: int) -> float:
+        """Sessions a second that so many workers prefill."""
         cell, workload = self.cell, open_workload(self.cell.workload)
         if not isinstance(workload, DrawnWorkload):
             return 0.01  # a session lasts hours
         cost, rounds = open_profile(cell.profile).cost, workload.mean_rounds
         session_s = cost.t_pre(0, int(workload.initial.mean))
         session_s += (rounds - 1) * cost.t_pre(0, int(workload.increment.mean))
-        return cell.workers / 2 / session_s
+        return prefill / session_s
 
     # --- layouts -----------------------------------------------------------------------------
 
     def best_site(self, contender: Contender, r50: float) -> Plan[_Site]:
         """The contender's best layout, then the best of its tunings there."""
         cell = self.cell
-        if contender.colocated:
+        if contender.decodes_only:
             return _Site(contender, Layout.OWN, 0, contender.settings)
 
         def evaluate(splits: Sequence[int]) -> Plan[Mapping[int, Score]]:
