@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ampd.core.cost_model import CostModel
+from ampd.core.fixed_chunks import LocalRule
 from ampd.core.lifecycle import SessionRecord
 from ampd.core.model import (
     Adopted,
@@ -104,7 +105,8 @@ class GenerateRequest:
     """Decode from `tokens` (history + increment, never empty).
 
     `kv`: a prefill worker's result: pull what the own prefix cache lacks, compute at most one
-    token. None: prefill locally over the own prefix cache, in chunks that respect `slo`.
+    token. None: prefill locally over the own prefix cache, in chunks that respect `slo`, or as
+    `Engine.use_local_rule` says.
 
     `output`: what the round has said already, elsewhere or before; it follows `tokens`, and `kv`
     covers it. `sampling` is the whole round's: max_tokens and min_tokens count `output`,
@@ -120,6 +122,9 @@ class GenerateRequest:
     slo: Slo
     output: Tokens = field(default_factory=lambda: array("I"))
     text_chars: int = 0
+    session_began_s: float = 0.0
+    """On any clock that all requests share: under a rule that takes sessions in the order in which
+    they arrived, local prefills go by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +212,12 @@ class Engine(Protocol):
 
     def use_cost_model(self, cost: CostModel) -> None:
         """The model by which local prefill chunks are sized from the next step on."""
+        ...
+
+    def use_local_rule(self, rule: LocalRule) -> None:
+        """How local prefills are cut and ordered from the next step on; at the start ITL-safe
+        chunks, first come first served. What an engine can compute in one step is a limit of its
+        own."""
         ...
 
     async def close(self) -> None:

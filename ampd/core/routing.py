@@ -7,7 +7,8 @@ paper's three steps and mends what a prototype measured to be wrong with them:
   task (queue + read + compute + return): the window lags, the prediction does not;
 - among the acceptable prefill workers the one with the least predicted TTFT takes it;
 - the home is held to what its running streams will see *while* this prefill is mixed into
-  their steps, and to the TTFT SLO; its prefill runs at the ITL-safe rate, and is predicted so;
+  their steps, and to the TTFT SLO; its prefill runs at the ITL-safe rate (or in fixed chunks,
+  by a setting), and is predicted so;
 - reading the history costs what the prefill worker lacks of it, less what its queue hides;
 - ties break by (value, worker id).
 
@@ -23,6 +24,7 @@ from typing import Final
 
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import fixed_prefill
 from ampd.core.late_binding import WAIT_SHARE
 from ampd.core.local_prefill import MIN_CHUNK_TOKENS, TARGET
 from ampd.core.model import (
@@ -39,7 +41,10 @@ from ampd.core.policies import (
     AMPD,
     AMPD_PAPER,
     CHEAPEST,
+    COLOCATED,
+    COLOCATED_SESSION_PRIORITY,
     FIRST_REMOTE,
+    FIXED,
     ROUND_ROBIN,
     THRESHOLD,
     number,
@@ -62,6 +67,7 @@ class RouteTask:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
+_LOCAL_ONLY: Final = frozenset({ALWAYS_LOCAL, COLOCATED, COLOCATED_SESSION_PRIORITY})
 _MASK_64: Final = (1 << 64) - 1
 
 _Remote = tuple[float, str, float, float, float, float, float]
@@ -87,8 +93,11 @@ def route(
     """
     paper = policy.name == AMPD_PAPER
     literal = paper and bool(policy.settings["literal"])
-    local = _local(task, home, literal=literal)
-    if policy.name == ALWAYS_LOCAL:
+    budget_tokens = 0
+    if policy.settings.get("chunk") == FIXED:
+        budget_tokens = int(number(policy, "chunk_tokens"))
+    local = _local(task, home, literal=literal, budget_tokens=budget_tokens)
+    if policy.name in _LOCAL_ONLY:
         return _to_home(local, RouteReason.ALWAYS_LOCAL, policy, [], home.age_s)
     remotes, age_s = _remotes(task, home, prefill_workers, literal=literal)
     if not remotes:
@@ -218,15 +227,28 @@ def _remotes(
     return remotes, age_s
 
 
-def _local(task: RouteTask, home: WorkerView, *, literal: bool) -> RouteCandidate:
-    """The home: at the speed of a prefill worker (literal), or at the ITL-safe rate."""
+def _local(
+    task: RouteTask, home: WorkerView, *, literal: bool, budget_tokens: int
+) -> RouteCandidate:
+    """The home: at the speed of a prefill worker (literal), at that of steps with a fixed budget,
+    or (0) at the ITL-safe rate."""
     cost, load = _cost(home), home.load
     history, increment = task.history_tokens, task.increment_tokens
     compute_s = cost.t_pre(history, increment)
     statistic_s = load.itl_window_s
     if not literal:
         batch, context = load.running_rounds, load.running_context_tokens
-        if batch:
+        if batch and budget_tokens:
+            compute_s, step_s = fixed_prefill(
+                cost,
+                history_tokens=history,
+                increment_tokens=increment,
+                batch=batch,
+                context_tokens=context,
+                budget_tokens=budget_tokens,
+            )
+            statistic_s = max(statistic_s, step_s)
+        elif batch:
             middle = history + increment // 2
             limit_s = TARGET * task.slo.itl_s
             chunk = cost.mixed_chunk(limit_s, middle, batch, context, increment)

@@ -2,7 +2,8 @@
 
 A step is that of the emulated engine: all that decodes takes a token; rounds whose prompt is
 at hand join at once (one token of it is computed here); one local prefill gets a chunk that
-`ampd.core.local_prefill` sizes to what the running streams bear.
+`ampd.core.local_prefill` sizes to what the running streams bear, or several share a fixed budget
+(`ampd.core.fixed_chunks`), as the policy says.
 
 A batch that nothing joins and nothing leaves needs no events: with n streams and C tokens of
 context the first j steps take `j * (base + slope(n)) + context_token * (j*C + n*j*(j-1)/2)`. Such
@@ -21,6 +22,7 @@ from math import ceil, sqrt
 from typing import Final
 
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import fill_budget, joint_history_tokens
 from ampd.core.kv_ledger import KvLedger, RoundDemand
 from ampd.core.late_binding import (
     DECODE_SHARE,
@@ -40,7 +42,7 @@ from ampd.core.local_prefill import (
     chunk_tokens,
 )
 from ampd.core.model import PolicySpec, Slo, WaitingPrefill, WorkerInfo, WorkerLoad
-from ampd.core.policies import ALWAYS_REMOTE, AMPD, is_literal, number
+from ampd.core.policies import ALWAYS_REMOTE, AMPD, is_literal, local_rule, number
 from ampd.core.window import MeanWindow
 from ampd.sim.kernel import Kernel
 from ampd.sim.links import LinkEnd
@@ -109,6 +111,9 @@ class SimDecodeWorker(PublishedLoad):
         self._itl = MeanWindow(number(policy, "window_s"))
         self._calibration = 1.0
         self._calibrates = policy.name != ALWAYS_REMOTE
+        self._rule = local_rule(policy)
+        ttl_s = self._rule.kv_ttl_s
+        self._kv_lease_s = settings.kv_lease_s if ttl_s is None else ttl_s
         self._waiting: deque[SimRound] = deque()
         self._waiting_known: deque[SimRound] = deque()
         """Rounds of sessions that live here: they go before new ones."""
@@ -134,7 +139,7 @@ class SimDecodeWorker(PublishedLoad):
         self._left = 0
         self._version = 0
         self._step_entrants: list[SimRound] = []
-        self._step_chunk = 0
+        self._step_chunks: list[tuple[SimRound, int]] = []
         self._step_shape = (0, 0, 0, 0)
         self._batch_s: dict[int, float] = {}
         self._gap_ends: list[int] = []
@@ -192,7 +197,7 @@ class SimDecodeWorker(PublishedLoad):
         self.ledger.settle(
             demand.session_id,
             history_tokens=demand.history_tokens,
-            lease_end_s=self._settings.kv_lease_s,
+            lease_end_s=self._kv_lease_s,
         )
 
     def close(self, session_id: str) -> None:
@@ -359,7 +364,19 @@ class SimDecodeWorker(PublishedLoad):
         round_.done_tokens = 0
         self._calibrates = True  # under always-remote, only once it is needed
         self._locals_s += round_.predicted_s
-        self._locals.append(round_)
+        if self._rule.by_session:
+            self._locals.insert(self._place_of(round_), round_)
+        else:
+            self._locals.append(round_)
+
+    def _place_of(self, round_: SimRound) -> int:
+        """Behind what has begun and behind sessions that arrived before its own."""
+        begun = {head for head, _ in self._step_chunks}
+        arrival_s = round_.session.plan.arrival_s
+        return sum(
+            other in begun or other.done_tokens > 0 or other.session.plan.arrival_s <= arrival_s
+            for other in self._locals
+        )
 
     def arrived(self, round_: SimRound) -> None:
         """The KV of its increment is here: it joins the next step."""
@@ -401,15 +418,25 @@ class SimDecodeWorker(PublishedLoad):
             return
         self._mode = _Mode.STEP
         self._step_entrants, self._entrants = entrants, []
-        chunk = self._next_chunk(now_s, len(entrants)) if self._locals else 0
-        self._step_chunk = chunk
-        seconds = self._step_s(entrants, chunk, batch)
-        if entrants or chunk:
+        chunks = self._next_chunks(now_s, len(entrants)) if self._locals else []
+        self._step_chunks = chunks
+        seconds = self._step_s(entrants, chunks, batch)
+        if entrants or chunks:
             seconds *= self._noise.factor()
         self.busy_s += self._totals.counted_s(now_s, now_s + seconds)
         self._kernel.at(now_s + seconds, self._step_ends, None)
 
-    def _next_chunk(self, now_s: float, entering: int) -> int:
+    def _next_chunks(self, now_s: float, entering: int) -> list[tuple[SimRound, int]]:
+        """Who computes how many tokens of its prompt in the next step: the first in order."""
+        budget = self._rule.budget_tokens
+        if budget is not None:
+            left_tokens = (round_.new_tokens - round_.done_tokens for round_ in self._locals)
+            chunks = fill_budget(left_tokens, budget - len(self._streams) - entering)
+            return list(zip(self._locals, chunks, strict=False))
+        chunk = self._itl_safe_chunk(now_s, entering)
+        return [(self._locals[0], chunk)] if chunk else []
+
+    def _itl_safe_chunk(self, now_s: float, entering: int) -> int:
         head, steps, slo = self._locals[0], self._steps, self._slo
         left = head.new_tokens - head.done_tokens
         chunk = chunk_tokens(
@@ -432,21 +459,27 @@ class SimDecodeWorker(PublishedLoad):
         # The entrants' tokens are part of the step's time.
         return max(chunk - entering, min(chunk, MIN_CHUNK_TOKENS))
 
-    def _step_s(self, entrants: list[SimRound], chunk: int, batch: int) -> float:
+    def _step_s(
+        self, entrants: list[SimRound], chunks: list[tuple[SimRound, int]], batch: int
+    ) -> float:
         cost, context = self._actual, self._context_tokens
-        computed = chunk + len(entrants)
-        head = self._locals[0] if chunk else None
+        pieces = [(chunk, head.history_tokens + head.done_tokens) for head, chunk in chunks]
+        computed = sum(chunk for _, chunk in chunks) + len(entrants)
         history = max((round_.prompt_tokens - 1 for round_ in entrants), default=0)
-        if head is not None:
-            history = max(history, head.history_tokens + head.done_tokens)
+        if len(pieces) == 1:
+            history = max(history, pieces[0][1])
+        elif pieces:
+            pieces += [(1, round_.prompt_tokens - 1) for round_ in entrants]
+            history = joint_history_tokens(pieces)
         self._step_shape = (computed, history, batch, context)
         if not computed:
             return cost.t_dec(batch, context)
-        if batch or len(entrants) + (chunk > 0) > 1:
+        if batch or len(entrants) + len(chunks) > 1:
             return cost.t_mixed(computed, history, batch, context)
         # Alone, its steps together take what one prefill takes, however it is cut.
-        if head is None:
+        if not chunks:
             return cost.t_pre(history, 1)
+        ((head, chunk),) = chunks
         done = head.done_tokens
         whole_s = cost.t_pre(head.history_tokens, done + chunk)
         return whole_s - cost.t_pre(head.history_tokens, done) if done else whole_s
@@ -465,14 +498,14 @@ class SimDecodeWorker(PublishedLoad):
                 self._calibration, self._cost.t_mixed(*self._step_shape), seconds
             )
         entrants, self._step_entrants = self._step_entrants, []
-        if self._step_chunk:
-            head = self._locals[0]
+        chunks, self._step_chunks = self._step_chunks, []
+        for head, chunk in chunks:
             if not head.done_tokens:
                 head.queue_s = self._since_s - head.created_s
                 head.taken_s = self._since_s
-            head.done_tokens += self._step_chunk
+            head.done_tokens += chunk
             if head.done_tokens == head.new_tokens:
-                self._locals.popleft()
+                self._locals.remove(head)
                 self._locals_s = self._locals_s - head.predicted_s if self._locals else 0.0
                 head.compute_s = now_s - head.taken_s
                 entrants.append(head)
@@ -503,7 +536,7 @@ class SimDecodeWorker(PublishedLoad):
         self.ledger.settle(
             session.plan.session_id,
             history_tokens=session.history_tokens,
-            lease_end_s=now_s + self._settings.kv_lease_s,
+            lease_end_s=now_s + self._kv_lease_s,
         )
         gaps = self._gaps(round_) if self._gap_statistics else (0.0, 0.0)
         self._finished(round_, gaps)
@@ -614,7 +647,10 @@ class SimDecodeWorker(PublishedLoad):
             self._sync(at_s)
         batch, ledger = len(self._streams), self.ledger
         ages_s = repeat(at_s - self._since_s, batch if self._counts_open else 0)
-        oldest = self._locals[0].created_s if self._locals else at_s
+        if self._rule.by_session:
+            oldest = min((round_.created_s for round_ in self._locals), default=at_s)
+        else:
+            oldest = self._locals[0].created_s if self._locals else at_s
         return WorkerLoad(
             queued_tasks=len(self._locals),
             queued_prefill_s=self._locals_s,

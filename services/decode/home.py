@@ -16,6 +16,7 @@ import structlog
 
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import ITL_SAFE_RULE
 from ampd.core.kv_ledger import KvLedger, RoundDemand
 from ampd.core.model import (
     Accepted,
@@ -31,7 +32,7 @@ from ampd.core.model import (
     WorkerLoad,
 )
 from ampd.core.output import RoundOutput
-from ampd.core.policies import is_literal, number
+from ampd.core.policies import is_literal, local_rule, number
 from ampd.core.window import MeanWindow
 from ampd.ports import (
     ClaimedTask,
@@ -87,6 +88,7 @@ class Home:
         self._unpinned: list[KvHandle] = []
         self._itl = MeanWindow()
         self._counts_open = True
+        self._rule = ITL_SAFE_RULE
         self._store_life = ""
         self._heard_s = float("-inf")
         self.doubts = asyncio.Event()
@@ -333,6 +335,7 @@ class Home:
             slo=order.slo,
             output=output.token_ids[:],
             text_chars=len(output.text),
+            session_began_s=0.0 if order.facts is None else order.facts.created_unix_s,
         )
         round_.in_engine = True
         async with aclosing(self._engine.generate(request)) as events:
@@ -377,7 +380,7 @@ class Home:
         self._ledger.settle(
             session.session_id,
             history_tokens=len(session.tokens),
-            lease_end_s=session.last_used_s + self._limits.kv_lease_s,
+            lease_end_s=session.last_used_s + self._kv_lease_s,
         )
         finished = round_.finished(stats, done)
         session.ttft_spare_s += round_.order.slo.ttft_s - finished.timings.ttft_s
@@ -506,7 +509,7 @@ class Home:
             self._ledger.settle(
                 session.session_id,
                 history_tokens=len(session.tokens),
-                lease_end_s=session.last_used_s + self._limits.kv_lease_s,
+                lease_end_s=session.last_used_s + self._kv_lease_s,
             )
             self._admission.poke()
 
@@ -601,9 +604,19 @@ class Home:
             await asyncio.wait(releases)
 
     def apply_policy(self, policy: PolicySpec) -> None:
-        """The policy in force from now on: its window is this worker's."""
+        """The policy in force from now on: its window is this worker's, the engine prefills by
+        its rule, and paused sessions keep their KV as long as it says."""
         self._itl.window_s = number(policy, "window_s")
         self._counts_open = not is_literal(policy)
+        rule = local_rule(policy)
+        if rule != self._rule:
+            self._rule = rule
+            self._engine.use_local_rule(rule)
+
+    @property
+    def _kv_lease_s(self) -> float:
+        ttl_s = self._rule.kv_ttl_s
+        return self._limits.kv_lease_s if ttl_s is None else ttl_s
 
     @property
     def running_rounds(self) -> int:

@@ -125,10 +125,14 @@ def test_truncation_gives_blocks_back() -> None:
 prefills = st.lists(st.integers(1, 200), max_size=6)
 
 
+def candidates(running: list[int], ready: list[int]) -> tuple[list[Prefill], list[Prefill]]:
+    going = [Prefill(f"r{i}", (0.0, i), left) for i, left in enumerate(running)]
+    return going, [Prefill(f"w{i}", (0.0, 50 + i), left) for i, left in enumerate(ready)]
+
+
 @given(running=prefills, ready=prefills, chunk=st.integers(0, 64), entrant=st.sampled_from([0, 32]))
 def test_step_plans(running: list[int], ready: list[int], chunk: int, entrant: int) -> None:
-    going = [Prefill(f"r{i}", i, left) for i, left in enumerate(running)]
-    waiting = [Prefill(f"w{i}", 50 + i, left) for i, left in enumerate(ready)]
+    going, waiting = candidates(running, ready)
     plan = plan_step(going, waiting, entrant_tokens=entrant, chunk_tokens=lambda _: chunk)
     short = {p.request_id for p in going + waiting if p.left_tokens <= entrant}
     long_running = [p for p in going if p.left_tokens > entrant]
@@ -148,6 +152,46 @@ def test_step_plans(running: list[int], ready: list[int], chunk: int, entrant: i
         assert admitted_long == {first.request_id}
     if not short:
         assert plan.prefill_tokens <= chunk
+
+
+@given(running=prefills, ready=prefills, budget=st.integers(-3, 600))
+def test_step_plans_with_a_fixed_budget(running: list[int], ready: list[int], budget: int) -> None:
+    going, waiting = candidates(running, ready)
+    plan = plan_step(
+        going,
+        waiting,
+        entrant_tokens=32,
+        chunk_tokens=lambda _: pytest.fail("nobody asks"),
+        budget_tokens=budget,
+    )
+    short = [p for p in going + waiting if p.left_tokens <= 32]
+    rest = [p for p in going + waiting if p.left_tokens > 32]
+    left = budget - sum(p.left_tokens for p in short)
+    computing = []
+    for one in rest:  # those that have begun, then by order
+        if left > 0:
+            computing.append(one.request_id)
+            left -= min(left, one.left_tokens)
+    assert plan.prefill_tokens == max(budget - left, sum(p.left_tokens for p in short))
+    assert plan.held == {p.request_id for p in going if p in rest} - set(computing)
+    admitted = {p.request_id for p in waiting if p in short or p.request_id in computing}
+    assert plan.admitted == admitted
+
+
+def test_a_fixed_budget_serves_by_order() -> None:
+    begun = [Prefill("begun", (9.0, 1), 40)]
+    late, early = Prefill("late", (5.0, 2), 40), Prefill("early", (1.0, 3), 40)
+    plan = plan_step(
+        begun,
+        [late, early],
+        entrant_tokens=32,
+        chunk_tokens=lambda _: 0,
+        budget_tokens=75,
+    )
+    assert plan.admitted == {"early"}
+    assert not plan.held
+    assert plan.prefill_tokens == 75
+    assert plan.cap_tokens == 40
 
 
 def handle_of(tokens: array[int], count: int) -> KvHandle:

@@ -1,15 +1,32 @@
 import pytest
 
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import ITL_SAFE_RULE, LocalRule
 from ampd.core.model import PolicySpec
-from ampd.core.policies import DEFAULT_POLICY, POLICIES, SettingValue, queue_order, resolve
+from ampd.core.policies import (
+    DEFAULT_POLICY,
+    POLICIES,
+    SettingValue,
+    local_rule,
+    queue_order,
+    resolve,
+    searched_settings,
+)
 from ampd.core.prefill_queue import FIFO, QueueOrder
 
 
 def test_defaults_are_those_of_the_spec() -> None:
     assert resolve(PolicySpec("ampd-paper", version=7)) == PolicySpec(
         "ampd-paper",
-        {"alpha": 0.9, "beta": 0.85, "w": 3, "window_s": 10.0, "literal": False},
+        {
+            "alpha": 0.9,
+            "beta": 0.85,
+            "w": 3,
+            "chunk": "itl-safe",
+            "chunk_tokens": 8192,
+            "window_s": 10.0,
+            "literal": False,
+        },
         7,
     )
     assert resolve(PolicySpec("always-remote")).settings["choice"] == "least-loaded"
@@ -23,6 +40,8 @@ def test_every_setting_is_documented_and_its_default_is_valid() -> None:
             assert setting.doc
             assert setting.check(setting.default) == setting.default
             assert setting.type_name in {"bool", "int", "float", "str"}
+            assert not setting.searched or setting.default in setting.searched
+            assert [setting.check(value) for value in setting.searched] == list(setting.searched)
 
 
 def test_numbers_come_as_floats_from_the_wire() -> None:
@@ -50,6 +69,10 @@ def test_numbers_come_as_floats_from_the_wire() -> None:
         ("always-local", "alpha", 0.9),
         ("threshold", "tokens", 0.5),
         ("threshold", "ratio", 1.1),
+        ("threshold", "chunk", "whole"),
+        ("colocated", "chunk_tokens", 63),
+        ("colocated", "kv_ttl_s", -1.0),
+        ("always-local", "kv_ttl_s", 1.0),
     ],
 )
 def test_a_wrong_setting_is_named(policy: str, name: str, value: SettingValue) -> None:
@@ -63,6 +86,31 @@ def test_an_unknown_policy_is_named_with_those_there_are() -> None:
     with pytest.raises(AmpdError, match="always-local, always-remote, ampd-paper") as caught:
         resolve(PolicySpec("nonesuch"))
     assert caught.value.violations[0].field == "policy.name"
+
+
+def test_local_rules() -> None:
+    def rule(name: str, **settings: SettingValue) -> LocalRule:
+        return local_rule(resolve(PolicySpec(name, settings)))
+
+    for ours in ("ampd", "ampd-paper", "cheapest", "always-remote"):
+        assert rule(ours) == ITL_SAFE_RULE
+    for vllm in ("always-local", "threshold", "first-remote-then-local"):
+        assert rule(vllm, chunk_tokens=2048) == LocalRule(budget_tokens=2048)
+        assert rule(vllm, chunk="itl-safe") == ITL_SAFE_RULE
+    assert rule("colocated") == LocalRule(budget_tokens=8192, kv_ttl_s=0.0)
+    assert rule("colocated-session-priority", kv_ttl_s=3.0) == LocalRule(
+        budget_tokens=8192, by_session=True, kv_ttl_s=3.0
+    )
+
+
+def test_what_is_searched_is_every_combination() -> None:
+    assert searched_settings("ampd") == ({},)
+    grid = searched_settings("threshold")
+    assert len(grid) == 12
+    assert {"tokens": 128, "chunk_tokens": 512} in grid
+    for name in POLICIES:
+        for settings in searched_settings(name):
+            resolve(PolicySpec(name, settings))
 
 
 def test_queue_orders() -> None:

@@ -25,6 +25,9 @@ POLICY_SPECS = tuple(
         ("ampd-paper", {"literal": True}),
         ("ampd-paper", {"alpha": 0.1, "beta": 0.5}),
         ("always-remote", {"choice": "round-robin"}),
+        ("ampd-paper", {"chunk": "fixed", "chunk_tokens": 256}),
+        ("cheapest", {"chunk": "fixed"}),
+        ("colocated", {"chunk": "itl-safe"}),
     ]
 )
 SECONDS = st.one_of(st.sampled_from([0.0, 0.5, 2.7]), st.floats(0, 10))

@@ -9,6 +9,7 @@ from engine_contract import Pair
 
 from ampd.adapters.engine_emulated import EmulatedEngine, EmulatedSettings
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
+from ampd.core.fixed_chunks import LocalRule
 from ampd.core.model import KvHandle
 from ampd.ports import (
     Clock,
@@ -66,6 +67,9 @@ class CheckedEngine:
     async def release(self, kv: KvHandle) -> None:
         await self.engine.release(kv)
         self.engine.check()
+
+    async def use_local_rule(self, rule: LocalRule) -> None:
+        self.engine.use_local_rule(rule)
 
     async def stats_now(self) -> EngineStats:
         self.engine.check()

@@ -17,6 +17,7 @@ from typing import Protocol
 import pytest
 
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import ITL_SAFE_RULE, LocalRule
 from ampd.core.model import FinishReason, KvHandle, PrefillStats, SamplingParams, Slo
 from ampd.ports import (
     EngineEvent,
@@ -47,6 +48,7 @@ class EngineUnderTest(Protocol):
     async def lend(self, kv: KvHandle, tokens: int) -> KvHandle: ...
     async def reclaim(self, kv: KvHandle) -> None: ...
     async def release(self, kv: KvHandle) -> None: ...
+    async def use_local_rule(self, rule: LocalRule) -> None: ...
     async def stats_now(self) -> EngineStats: ...
     async def evict(self) -> None: ...
 
@@ -86,10 +88,18 @@ async def generate(
     *,
     said: Sequence[int] = (),
     text_chars: int = 0,
+    session_began_s: float = 0.0,
 ) -> Generated:
     """`said` and `text_chars`: the output that the round has already."""
     request = GenerateRequest(
-        "round", tokens, kv, sampling, SLO, output=array("I", said), text_chars=text_chars
+        "round",
+        tokens,
+        kv,
+        sampling,
+        SLO,
+        output=array("I", said),
+        text_chars=text_chars,
+        session_began_s=session_began_s,
     )
     output: list[int] = []
     chars_after: list[int] = []
@@ -380,6 +390,35 @@ async def check_entrants_do_not_wait_for_local_prefills(pair: Pair) -> None:
     assert entrant.event_times_s[1] < local_done.event_times_s[1]
     assert ttft_s < max(0.5 * prefill_s, 0.1)
     for done in (entrant, local_done):
+        await pair.decode.release(done.done.kv)
+    await pair.clean()
+
+
+async def check_local_prefills_follow_the_rule(pair: Pair) -> None:
+    """With a fixed budget and by sessions: of the prompts that wait, that of the session that
+    began first is computed first, and all say what they say alone."""
+    rng = random.Random(5)
+    brief = replace(GREEDY, max_tokens=2)
+    prompts = [token_ids(rng, count) for count in (900, 150, 150, 150)]
+    expected = []
+    for prompt in prompts:
+        await pair.clean()
+        alone = await generate(pair.decode, prompt, sampling=brief)
+        await pair.decode.release(alone.done.kv)
+        expected.append(alone.tokens)
+    await pair.clean()
+    await pair.decode.use_local_rule(LocalRule(budget_tokens=128, by_session=True))
+    began_s = (0.0, 3.0, 1.0, 2.0)
+    rounds = await asyncio.gather(
+        *(
+            generate(pair.decode, prompt, sampling=brief, session_began_s=at_s)
+            for prompt, at_s in zip(prompts, began_s, strict=True)
+        )
+    )
+    await pair.decode.use_local_rule(ITL_SAFE_RULE)
+    assert [done.tokens for done in rounds] == expected
+    assert sorted(range(4), key=lambda i: rounds[i].stats.compute_end_s) == [0, 2, 3, 1]
+    for done in rounds:
         await pair.decode.release(done.done.kv)
     await pair.clean()
 
@@ -806,6 +845,7 @@ CHECKS: Sequence[Check] = (
     check_read_overlaps_compute,
     check_prefills_keep_their_order,
     check_entrants_do_not_wait_for_local_prefills,
+    check_local_prefills_follow_the_rule,
     check_resumed_streams_go_on,
     check_resumed_output_that_has_ended,
     check_resumed_stop_strings,

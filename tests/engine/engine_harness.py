@@ -19,6 +19,7 @@ import engine_process
 
 from ampd.adapters.engine_vllm.settings import VllmSettings
 from ampd.core.cost_model import CostModel
+from ampd.core.fixed_chunks import LocalRule
 from ampd.core.model import KvHandle
 from ampd.ports import (
     EngineEvent,
@@ -157,6 +158,9 @@ class RemoteEngine:
 
     async def use_cost_model(self, cost: CostModel) -> None:
         await self._call("use_cost_model", cost)
+
+    async def use_local_rule(self, rule: LocalRule) -> None:
+        await self._call("use_local_rule", rule)
 
     async def cpu_s(self) -> float:
         """CPU seconds of the process so far."""

@@ -134,7 +134,12 @@ def test_local_chunks_keep_the_streams_within_the_slo() -> None:
     cost = CostModel(COST.prefill, DecodeCost(base_s=0.012, sequence_s=1e-4), mixed, COST.kv)
     streams = [session(f"s{i}", 0.0, RoundPlan(0.0, 10, 400)) for i in range(8)]
     later = session("late", 1.0, RoundPlan(0.0, 3000, 2))
-    chosen = settings(policy="always-local", cost=cost, max_step_tokens=4000)
+    chosen = settings(
+        policy="always-local",
+        policy_settings={"chunk": "itl-safe"},
+        cost=cost,
+        max_step_tokens=4000,
+    )
     alone = run(chosen, *streams)
     mixed_in = run(chosen, *streams, later)
     assert alone.itl.max_s < mixed_in.itl.p50_s <= SLO.itl_s

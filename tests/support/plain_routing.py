@@ -15,6 +15,8 @@ from ampd.core.model import (
 )
 from ampd.core.routing import MAX_CANDIDATES, MAX_FALLBACKS, RouteTask
 
+LOCAL_ONLY = ("always-local", "colocated", "colocated-session-priority")
+
 
 def plain_route(
     task: RouteTask,
@@ -26,10 +28,11 @@ def plain_route(
 ) -> RouteDecision:
     """The same decision, for every policy that does not bind late."""
     literal = policy.name == "ampd-paper" and policy.settings["literal"] is True
-    local = _local(task, home, literal=literal)
+    local = _local(task, home, policy, literal=literal)
     able = [view for view in prefill_workers if _can_take(task, view)]
     remotes = [_remote(task, home, view, literal=literal) for view in able]
-    everybody = [home] if policy.name == "always-local" else [home, *prefill_workers]
+    local_only = policy.name in LOCAL_ONLY
+    everybody = [home] if local_only else [home, *prefill_workers]
     age_s = max(view.age_s for view in everybody)
 
     def at_home(reason: RouteReason) -> RouteDecision:
@@ -63,7 +66,7 @@ def plain_route(
             return at_home(RouteReason.CHEAPEST_LOCAL)
         return at(best, RouteReason.CHEAPEST_REMOTE)
 
-    if policy.name == "always-local":
+    if local_only:
         remotes = []
         return at_home(RouteReason.ALWAYS_LOCAL)
     if not remotes:
@@ -129,7 +132,9 @@ def _remote(
     )
 
 
-def _local(task: RouteTask, home: WorkerView, *, literal: bool) -> RouteCandidate:
+def _local(
+    task: RouteTask, home: WorkerView, policy: PolicySpec, *, literal: bool
+) -> RouteCandidate:
     cost, load, increment = home.info.cost, home.load, task.increment_tokens
     assert cost is not None
     compute_s = cost.t_pre(task.history_tokens, increment)
@@ -142,12 +147,17 @@ def _local(task: RouteTask, home: WorkerView, *, literal: bool) -> RouteCandidat
         def step_s(chunk: int) -> float:
             return cost.t_mixed(chunk, middle, load.running_rounds, load.running_context_tokens)
 
-        chunk = cost.mixed_chunk(
-            TARGET * task.slo.itl_s, middle, load.running_rounds, load.running_context_tokens
-        )
-        chunk = min(max(chunk, MIN_CHUNK_TOKENS), increment)
+        if policy.settings.get("chunk") == "fixed":
+            spare = int(_number(policy, "chunk_tokens")) - load.running_rounds
+            chunk = smallest = min(max(spare, 1), increment)
+        else:
+            chunk = cost.mixed_chunk(
+                TARGET * task.slo.itl_s, middle, load.running_rounds, load.running_context_tokens
+            )
+            chunk = min(max(chunk, MIN_CHUNK_TOKENS), increment)
+            smallest = min(MIN_CHUNK_TOKENS, increment)
         compute_s = max(compute_s, -(-increment // chunk) * step_s(chunk))
-        statistic_s = max(statistic_s, step_s(min(MIN_CHUNK_TOKENS, increment)))
+        statistic_s = max(statistic_s, step_s(smallest))
     return RouteCandidate(
         home.info.worker_id, Route.LOCAL, load.queued_prefill_s, 0.0, compute_s, 0.0, statistic_s
     )

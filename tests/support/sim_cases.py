@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
 from ampd.core.model import PolicySpec, Slo
+from ampd.core.policies import SettingValue
 from ampd.sim.cluster import simulate
 from ampd.sim.report import SimReport
 from ampd.sim.settings import SimSettings, WorkerSpec
@@ -40,6 +41,7 @@ def settings(
     prefill: int = 1,
     decode: int = 1,
     policy: str = "always-remote",
+    policy_settings: Mapping[str, SettingValue] | None = None,
     cost: CostModel = COST,
     kv_capacity_tokens: int = 1_000_000,
     **more: object,
@@ -49,7 +51,7 @@ def settings(
     return SimSettings(
         (spec,) * prefill,
         (spec,) * decode,
-        PolicySpec(policy),
+        PolicySpec(policy, policy_settings or {}),
         **fields,  # type: ignore[arg-type]
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import LocalRule
 from ampd.core.model import FinishReason, KvHandle, PrefillStats
 from ampd.ports import (
     EngineEvent,
@@ -99,6 +100,9 @@ class SteppingEngine:
 
     def use_cost_model(self, cost: CostModel) -> None:
         raise NotImplementedError
+
+    def use_local_rule(self, rule: LocalRule) -> None:
+        """Its one prefill per step is whole under any rule."""
 
     async def close(self) -> None:
         if self._stepper is not None:

@@ -22,6 +22,7 @@ from ampd.adapters.engine_emulated.settings import EmulatedSettings
 from ampd.adapters.engine_emulated.steps import Steps
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
+from ampd.core.fixed_chunks import LocalRule
 from ampd.core.model import KvHandle
 from ampd.ports import (
     Clock,
@@ -137,6 +138,7 @@ class EmulatedEngine:
             Decoding(output, chooser, request.slo),
         )
         job.own_output_tokens = len(request.output)
+        job.session_began_s = request.session_began_s
         try:
             await self._bring_in(job, loan, request.kv)
             while not job.mailbox.ended:
@@ -452,6 +454,10 @@ class EmulatedEngine:
     def use_cost_model(self, cost: CostModel) -> None:
         """See the port. What steps take does not change."""
         self._steps.cost = cost
+
+    def use_local_rule(self, rule: LocalRule) -> None:
+        """See the port. A fixed budget is kept whatever `max_step_tokens` says."""
+        self._steps.rule = rule
 
     def evict(self) -> None:
         """Forget all cached KV that nobody holds, as memory pressure does."""

@@ -64,7 +64,8 @@ class Request:
     """Instants on the engine's clock; 0.0: not yet."""
 
     turn: int
-    """Prefills are computed in this order: the arrival number, and 0 when it has begun."""
+    """Prefills are computed in this order: the arrival number, and 0 when it has begun. Under a
+    rule that goes by sessions, those that have not begun go by `session_began_s` first."""
     tokens: array[int]
     """The prompt, an output that came with it included, and what was generated since."""
     most_blocks: int
@@ -73,6 +74,7 @@ class Request:
     """None: a prefill, whose result is lent."""
     hashes: list[bytes]
     """Of the whole blocks of `tokens`, as far as they were needed."""
+    session_began_s: float = 0.0
     mailbox: Mailbox = field(default_factory=Mailbox)
     prompt_tokens: int = 0
     own_output_tokens: int = 0

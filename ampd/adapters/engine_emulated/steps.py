@@ -4,7 +4,8 @@ Every step:
 1. requests that decode take their token each;
 2. *entrants*, generations whose KV is at hand but for at most a block, join at once;
 3. one other prefill gets a chunk, first come first served, as large as the ITL of the running
-   streams bears (`ampd.core.local_prefill`); 0 makes a pure decode step;
+   streams bears (`ampd.core.local_prefill`), 0 making a pure decode step; or several share a fixed
+   budget (`ampd.core.fixed_chunks`), as the rule says;
 4. pulls go on all the while, whoever computes.
 
 A step sleeps what the cost model says and computes at its end, from the bytes that lie there
@@ -27,6 +28,7 @@ from ampd.adapters.engine_emulated.blocks import BlockStore, extend_hashes
 from ampd.adapters.engine_emulated.requests import Request
 from ampd.adapters.engine_emulated.settings import EmulatedSettings
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import ITL_SAFE_RULE, fill_budget, joint_history_tokens
 from ampd.core.local_prefill import MIN_CHUNK_TOKENS, StreamProgress, calibrate, chunk_tokens
 from ampd.ports import Clock, PrefillDone, StepSample, TokensOut
 
@@ -39,21 +41,27 @@ class Step:
 
     decodes: tuple[Request, ...]
     entrants: tuple[Request, ...]
-    head: Request | None
-    """The prefill that gets a chunk."""
-    chunk_tokens: int
-    """Of the head."""
+    chunks: tuple[tuple[Request, int], ...] = ()
+    """The other prefills that compute something, and how many tokens of each."""
+
+    @property
+    def pieces(self) -> list[tuple[Request, int]]:
+        """Whose prompt tokens are computed, and how many."""
+        return [*((request, request.left_tokens) for request in self.entrants), *self.chunks]
 
     @property
     def computed_tokens(self) -> int:
         """Prompt tokens, of all requests."""
-        return self.chunk_tokens + sum(request.left_tokens for request in self.entrants)
+        return sum(count for _, count in self.pieces)
 
     @property
     def history_tokens(self) -> int:
-        """KV before the longest chunk."""
-        prefills = self.entrants if self.head is None else (*self.entrants, self.head)
-        return max((request.kv_tokens for request in prefills), default=0)
+        """KV before the longest chunk; before all of them taken as one, if there are several."""
+        if len(self.chunks) > 1:
+            return joint_history_tokens(
+                [(count, request.kv_tokens) for request, count in self.pieces]
+            )
+        return max((request.kv_tokens for request, _ in self.pieces), default=0)
 
     @property
     def context_tokens(self) -> int:
@@ -76,6 +84,8 @@ class Steps:
         reason why there will be no more steps."""
         self.cost = settings.cost
         """By which chunks are sized."""
+        self.rule = ITL_SAFE_RULE
+        """How prefills beside decodes are cut and ordered."""
         self.samples: deque[StepSample] = deque(maxlen=MAX_STEP_SAMPLES)
         self.promised_blocks = 0
         """Of all requests that hold blocks."""
@@ -140,17 +150,38 @@ class Steps:
 
     def _plan(self, now_s: float) -> Step:
         decodes = tuple(self._decodes)
-        entrants, head = [], None
+        entrants: list[Request] = []
+        others: list[Request] = []
         for request in self._prefills:
-            if self._is_entrant(request):
-                entrants.append(request)
-            elif head is None or request.turn < head.turn:
-                head = request
-        if head is None:
-            return Step(decodes, tuple(entrants), None, 0)
-        if head.turn:
-            self._adopt_cached(head)
-        most = min(head.left_tokens, self._settings.max_step_tokens)
+            (entrants if self._is_entrant(request) else others).append(request)
+        if not others:
+            return Step(decodes, tuple(entrants))
+        entering = sum(request.left_tokens for request in entrants)
+        budget = self.rule.budget_tokens
+        if budget is not None:
+            others.sort(key=self._order)
+            left_tokens = (self._left_tokens(request) for request in others)
+            counts = fill_budget(left_tokens, budget - len(decodes) - entering)
+            chunks = tuple(zip(others, counts, strict=False))
+            return Step(decodes, tuple(entrants), chunks)
+        head = min(others, key=self._order)
+        chunk = self._itl_safe_chunk(head, decodes, entering, now_s)
+        return Step(decodes, tuple(entrants), ((head, chunk),) if chunk else ())
+
+    def _order(self, request: Request) -> tuple[bool, float, int]:
+        """What has begun first, then as the rule says."""
+        began_s = request.session_began_s if self.rule.by_session else 0.0
+        return (request.turn > 0, began_s, request.turn)
+
+    def _left_tokens(self, request: Request) -> int:
+        if request.turn:
+            self._adopt_cached(request)
+        return request.left_tokens
+
+    def _itl_safe_chunk(
+        self, head: Request, decodes: tuple[Request, ...], entering: int, now_s: float
+    ) -> int:
+        most = min(self._left_tokens(head), self._settings.max_step_tokens)
         chunk = chunk_tokens(
             cost=self.cost,
             calibration=self.calibration,
@@ -161,9 +192,7 @@ class Steps:
             max_chunk_tokens=most,
         )
         # The entrants' tokens are part of the step's time.
-        entering = sum(request.left_tokens for request in entrants)
-        chunk = max(chunk - entering, min(chunk, MIN_CHUNK_TOKENS))
-        return Step(decodes, tuple(entrants), head if chunk else None, chunk)
+        return max(chunk - entering, min(chunk, MIN_CHUNK_TOKENS))
 
     def _is_entrant(self, request: Request) -> bool:
         """Whether it joins at once: all but a block of its prompt is at hand."""
@@ -190,11 +219,11 @@ class Steps:
         cost, batch, computed = self._settings.cost, len(step.decodes), step.computed_tokens
         if not computed:
             return cost.t_dec(batch, step.context_tokens)
-        prefills = step.entrants if step.head is None else (*step.entrants, step.head)
-        if batch or len(prefills) > 1:
+        pieces = step.pieces
+        if batch or len(pieces) > 1:
             return cost.t_mixed(computed, step.history_tokens, batch, step.context_tokens)
         # Alone, its steps together take what one prefill takes, however it is cut.
-        (alone,) = prefills
+        ((alone, _),) = pieces
         done = alone.kv_tokens - alone.history_tokens
         whole_s = cost.t_pre(alone.history_tokens, done + computed)
         return whole_s - cost.t_pre(alone.history_tokens, done) if done else whole_s
@@ -210,8 +239,9 @@ class Steps:
         for request in step.entrants:
             if request in self._prefills:
                 self._prefill(request, request.left_tokens, started_s, now_s)
-        if step.head is not None and step.head in self._prefills:
-            self._prefill(step.head, step.chunk_tokens, started_s, now_s)
+        for request, count in step.chunks:
+            if request in self._prefills:
+                self._prefill(request, count, started_s, now_s)
 
     def _note(self, step: Step, seconds: float) -> None:
         shape = (

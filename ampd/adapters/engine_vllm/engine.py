@@ -19,6 +19,7 @@ from ampd.adapters.engine_vllm.settings import VllmSettings, has_tokenizer
 from ampd.adapters.engine_vllm.thread import EngineThread
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
+from ampd.core.fixed_chunks import LocalRule
 from ampd.core.model import KvHandle, SamplingParams
 from ampd.ports import (
     EngineEvent,
@@ -97,7 +98,7 @@ class VllmEngine:
         pull = self._pull(request.tokens + request.output, request.kv, "kv")
         parameters = to_vllm(
             request.sampling,
-            {"slo": request.slo, **pull},
+            {"slo": request.slo, "session_began_s": request.session_began_s, **pull},
             has_tokenizer=self._has_tokenizer,
             output=request.output,
         )
@@ -234,6 +235,10 @@ class VllmEngine:
     def use_cost_model(self, cost: CostModel) -> None:
         """See the port."""
         self._thread.submit(partial(self._thread.use_cost_model, cost))
+
+    def use_local_rule(self, rule: LocalRule) -> None:
+        """See the port. `max_batched_tokens` limits a fixed budget."""
+        self._thread.submit(partial(self._thread.use_local_rule, rule))
 
     async def close(self) -> None:
         """End all requests (ENGINE_FAILED) and the engine."""

@@ -13,6 +13,8 @@ class RequestRecord:
 
     order: int
     """Arrival number: prefills are computed in this order."""
+    session_began_s: float = 0.0
+    """See `GenerateRequest`."""
     slo: Slo | None = None
     """None: a prefill worker's request, which streams nothing."""
     wants_pin: bool = True

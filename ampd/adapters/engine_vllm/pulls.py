@@ -56,8 +56,10 @@ class PullingScheduler(Scheduler):  # type: ignore[misc]
     def add_request(self, request: Any) -> None:
         """A new request, with a record of its progress."""
         self._arrivals += 1
-        slo = request.kv_transfer_params.get("slo")
-        self.records[request.request_id] = RequestRecord(self._arrivals, slo)
+        parameters = request.kv_transfer_params
+        self.records[request.request_id] = RequestRecord(
+            self._arrivals, parameters.get("session_began_s", 0.0), parameters.get("slo")
+        )
         super().add_request(request)
 
     def _update_request_with_output(

@@ -6,7 +6,8 @@ Every step:
    lets a chunked prefill take the whole budget, and does not even start their pull);
 3. one prefill gets a chunk, first come first served. On a decode worker its size keeps the
    running streams within their ITL SLO (`ampd.core.local_prefill`), 0 making a pure decode
-   step; on a prefill worker it is a constant, and there are no entrants;
+   step, or several share a fixed budget (`ampd.core.fixed_chunks`), as the rule says; on a
+   prefill worker it is a constant, and there are no entrants;
 4. the KV pulls of all others start, whoever computes.
 
 All of it runs on the engine thread.
@@ -27,6 +28,7 @@ from ampd.adapters.engine_vllm.pulls import PullingScheduler
 from ampd.adapters.engine_vllm.settings import OPTIONS_KEY
 from ampd.adapters.engine_vllm.step_plan import Prefill, plan_step
 from ampd.core.cost_model import CostModel
+from ampd.core.fixed_chunks import ITL_SAFE_RULE, LocalRule, joint_history_tokens
 from ampd.core.local_prefill import StreamProgress, calibrate, chunk_tokens
 from ampd.core.model import Slo
 from ampd.ports import StepSample
@@ -56,6 +58,8 @@ class AmpdScheduler(PullingScheduler):
         self._max_chunk_tokens: int = options["prefill_chunk_tokens"]
         self.samples: deque[StepSample] = deque(maxlen=MAX_STEP_SAMPLES)
         self.cost: CostModel | None = None
+        self.rule: LocalRule = ITL_SAFE_RULE
+        """How local prefills are cut and ordered."""
         self.scheduled_tokens = 0
         """In the last step."""
         self.calibration = 1.0
@@ -76,7 +80,10 @@ class AmpdScheduler(PullingScheduler):
             [self._candidate(r) for r in self._waiting() if self._is_ready(r)],
             entrant_tokens=0 if self._prefills_only else self.block_size,
             chunk_tokens=lambda head: self._chunk_tokens(decodes, head, started_s),
+            budget_tokens=self._budget_tokens(len(decodes)),
         )
+        if self.rule.by_session:
+            self._sort_waiting()
         self._admitted = plan.admitted
         held = [r for r in prefills if r.request_id in plan.held]
         stock_tokens: int = self.scheduler_config.max_num_batched_tokens
@@ -122,9 +129,26 @@ class AmpdScheduler(PullingScheduler):
 
     def _candidate(self, request: Any) -> Prefill:
         at_hand = request.num_computed_tokens or self._cached_estimate_tokens(request)
-        record = self.records[request.request_id]
         left = max(1, request.num_tokens - at_hand)
-        return Prefill(request.request_id, record.order, left)
+        return Prefill(request.request_id, self._order(request), left)
+
+    def _order(self, request: Any) -> tuple[float, int]:
+        record = self.records[request.request_id]
+        began_s = record.session_began_s if self.rule.by_session else 0.0
+        return (began_s, record.order)
+
+    def _sort_waiting(self) -> None:
+        """vLLM fills the step in the order of its own queue."""
+        queue = sorted(self.waiting, key=self._order)
+        self.waiting.clear()
+        self.waiting.extend(queue)
+
+    def _budget_tokens(self, decoding: int) -> int | None:
+        """Prompt tokens of the next step under a fixed budget; None: there is none."""
+        if self.rule.budget_tokens is None:
+            return None
+        most: int = self.scheduler_config.max_num_batched_tokens
+        return min(self.rule.budget_tokens, most) - decoding
 
     def _chunk_tokens(self, decodes: list[Any], head: Prefill, now_s: float) -> int:
         most = min(self._max_chunk_tokens, head.left_tokens)
@@ -152,19 +176,23 @@ class AmpdScheduler(PullingScheduler):
         return StreamProgress(emitted, first_s, slo.itl_s, slo.itl_statistic)
 
     def _note_step(self, output: Any, decode_ids: set[str], started_s: float) -> None:
-        chunk = history = batch = context = 0
+        batch = context = 0
+        pieces = []
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             if request_id in decode_ids:
                 batch += 1
                 context += request.num_tokens
                 continue
-            chunk += tokens
-            history = max(history, request.num_computed_tokens - tokens)
+            pieces.append((tokens, request.num_computed_tokens - tokens))
             record = self.records[request_id]
             if not record.first_token_s:
                 record.compute_start_s = record.compute_start_s or started_s
                 record.computed_tokens += tokens
+        chunk = sum(tokens for tokens, _ in pieces)
+        history = max((before for _, before in pieces), default=0)
+        if self.rule.budget_tokens is not None and len(pieces) > 1:
+            history = joint_history_tokens(pieces)
         self.scheduled_tokens = output.total_num_scheduled_tokens
         self._in_flight.append(StepInFlight(started_s, chunk, history, batch, context))
 

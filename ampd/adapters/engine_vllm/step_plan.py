@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ampd.core.fixed_chunks import fill_budget
 from ampd.core.local_prefill import MIN_CHUNK_TOKENS
 
 
@@ -13,7 +14,8 @@ class Prefill:
     """A request whose prompt is not computed, and whose KV pull (if any) is over."""
 
     request_id: str
-    order: int
+    order: tuple[float, int]
+    """Prefills that have not begun are computed in this order."""
     left_tokens: int
     """Prompt tokens to compute."""
 
@@ -38,9 +40,12 @@ def plan_step(
     *,
     entrant_tokens: int,
     chunk_tokens: Callable[[Prefill], int],
+    budget_tokens: int | None = None,
 ) -> StepPlan:
     """Entrants (at most `entrant_tokens` left to compute) all go, and of the others the first
-    by order: it gets `chunk_tokens(it)`, less what the entrants take; 0 of it holds it.
+    by order: it gets `chunk_tokens(it)`, less what the entrants take; 0 of it holds it. With
+    `budget_tokens`, prompt tokens that the step may compute, the first of the others share what
+    the entrants leave of it instead.
 
     A prefill that has begun goes before one that waits. With `entrant_tokens` 0 there are no
     entrants: strictly one prefill at a time.
@@ -48,20 +53,25 @@ def plan_step(
     entrants = [p for p in ready if p.left_tokens <= entrant_tokens]
     ending = [p for p in running if p.left_tokens <= entrant_tokens]
     entrant_sum = sum(p.left_tokens for p in (*entrants, *ending))
-    admitted = {p.request_id for p in entrants}
+    admitted = frozenset(p.request_id for p in entrants)
     long_running = sorted(
         (p for p in running if p.left_tokens > entrant_tokens), key=lambda p: p.order
     )
     long_ready = [p for p in ready if p.left_tokens > entrant_tokens]
-    head = next(iter(long_running), None) or min(long_ready, key=lambda p: p.order, default=None)
-    chunk = 0
-    if head is not None:
-        chunk = min(chunk_tokens(head), head.left_tokens)
+    queue = [*long_running, *sorted(long_ready, key=lambda p: p.order)]
+    if budget_tokens is not None:
+        chunks = fill_budget((p.left_tokens for p in queue), budget_tokens - entrant_sum)
+    elif queue:
+        chunk = min(chunk_tokens(queue[0]), queue[0].left_tokens)
         # The entrants' tokens are part of the step's time.
         chunk = max(chunk - entrant_sum, min(chunk, MIN_CHUNK_TOKENS))
-        if chunk and not long_running:
-            admitted.add(head.request_id)
-    held = {p.request_id for p in (long_running[1:] if chunk else long_running)}
+        chunks = [chunk] if chunk else []
+    else:
+        chunks = []
+    going = {p.request_id for p in queue[: len(chunks)]}
     return StepPlan(
-        frozenset(admitted), frozenset(held), chunk + entrant_sum, max(chunk, entrant_tokens, 1)
+        admitted.union(p.request_id for p in long_ready if p.request_id in going),
+        frozenset(p.request_id for p in long_running if p.request_id not in going),
+        sum(chunks) + entrant_sum,
+        max(*chunks, entrant_tokens, 1),
     )

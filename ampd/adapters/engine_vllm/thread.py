@@ -25,6 +25,7 @@ from ampd.adapters.engine_vllm.settings import (
 )
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason, invalid_field
+from ampd.core.fixed_chunks import LocalRule
 from ampd.core.model import KvHandle
 from ampd.ports import (
     EngineInfo,
@@ -314,6 +315,10 @@ class EngineThread:
     def use_cost_model(self, cost: CostModel) -> None:
         """Size local prefill chunks by it from the next step on."""
         self._scheduler.cost = cost
+
+    def use_local_rule(self, rule: LocalRule) -> None:
+        """Cut and order local prefills by it from the next step on."""
+        self._scheduler.rule = rule
 
     # --- outputs --------------------------------------------------------------------------
 
