@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2
 
 from ampd.cli.errors import CliError
 from ampd.core.model import Role
+from ampd.core.policies import DEFAULT_POLICY
 from ampd.runtime.children import tied_to_this_process
 from ampd.runtime.embedded_store import EmbeddedStore
 
@@ -73,7 +74,7 @@ class ClusterSpec:
     prefill: int = 1
     decode: int = 1
     coordinators: int = 1
-    policy: str = "ampd-paper"
+    policy: str = DEFAULT_POLICY.name
     ttft_slo_s: float | None = None
     itl_slo_s: float | None = None
     """None: the coordinator's own defaults."""

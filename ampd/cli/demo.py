@@ -36,6 +36,7 @@ from ampd.cli.runner import run_async
 from ampd.client import AmpdClient
 from ampd.core.errors import AmpdError
 from ampd.core.model import Slo
+from ampd.core.policies import DEFAULT_POLICY
 from ampd.models import cache_dir
 from ampd.v1.session_pb2 import Slo as SloMessage
 from ampd.v1.worker_pb2 import WorkerRole
@@ -73,7 +74,7 @@ def demo(
     sessions: Annotated[int, typer.Option(min=1, help="Agents at the same time.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each agent.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 24,
-    policy: Annotated[str, typer.Option(help="Routing policy.")] = "ampd-paper",
+    policy: Annotated[str, typer.Option(help="Routing policy.")] = DEFAULT_POLICY.name,
     report: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Write the outcome as JSON.", show_default=False),

@@ -43,7 +43,7 @@ from ampd.cli.state import (
     sole_supervisor,
     write_state,
 )
-from ampd.core.policies import POLICIES
+from ampd.core.policies import DEFAULT_POLICY, POLICIES
 from ampd.models import cache_dir
 
 _POLL_S: Final = 0.1
@@ -74,7 +74,7 @@ def up(
     coordinators: Annotated[int, typer.Option(min=1, help="Coordinators.")] = 1,
     policy: Annotated[
         str, typer.Option(callback=_known_policy, help="Routing policy to start with.")
-    ] = "ampd-paper",
+    ] = DEFAULT_POLICY.name,
     ttft_slo_s: Annotated[
         float | None,
         typer.Option(min=0, callback=_positive, help="TTFT SLO in seconds.", show_default=False),

@@ -237,7 +237,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
         ),
     )
 }
-DEFAULT_POLICY: Final = PolicySpec(AMPD_PAPER)
+DEFAULT_POLICY: Final = PolicySpec(AMPD)
 
 
 def resolve(spec: PolicySpec) -> PolicySpec:

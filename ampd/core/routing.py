@@ -1,6 +1,8 @@
 """Where a prefill is executed (spec 4): a pure function of the task and the published loads.
 
-`ampd-paper` with `literal` is the paper's algorithm 1; without it (the default) it keeps the
+`ampd` leaves the choice to whoever is free first (`ampd.core.late_binding`).
+
+`ampd-paper` with `literal` is the paper's algorithm 1; without it (its default) it keeps the
 paper's three steps and mends what a prototype measured to be wrong with them:
 
 - a prefill worker is held to the larger of its windowed TTFT and the TTFT *predicted* for this

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from ampd.core.model import ItlStatistic, PolicySpec, Slo
-from ampd.core.policies import AMPD_PAPER, resolve
+from ampd.core.policies import DEFAULT_POLICY, resolve
 from ampd.core.tool_calls import HERMES
 from ampd.runtime.process import WORKER_ID, HostPort, ProcessSettings
 
@@ -38,7 +38,7 @@ class CoordinatorSettings(ProcessSettings):
     tokenizer: Literal["model", "emulated"] = "model"
     """Text to tokens: by the files in the model's folder, or as the emulated engine's words;
     `model` is then a mere name."""
-    policy: str = AMPD_PAPER
+    policy: str = DEFAULT_POLICY.name
     """Policy while none is set in the store."""
     policy_settings: dict[str, float | int | bool | str] = Field(default_factory=dict)
     """Its settings."""

@@ -35,7 +35,7 @@ def _state(ampdctl: Ampdctl) -> dict[str, object]:
 def test_status_and_workers(cluster: Ampdctl) -> None:
     status = json.loads(cluster.ok("status", "-o", "json"))
     assert [worker["role"] for worker in status["workers"]] == ["coordinator", "decode", "prefill"]
-    assert status["policy"]["name"] == "ampd-paper"
+    assert status["policy"]["name"] == "ampd"
     table = cluster.ok("status")
     assert "prefill-0" in table
     assert status["address"] in table
@@ -65,7 +65,7 @@ def test_policy_is_read_and_changed(cluster: Ampdctl) -> None:
     assert "ampdctl policy get" in stale.stderr
     assert cluster.run("policy", "set", "no-such-policy").returncode == 2
     assert cluster.run("policy", "set", "ampd-paper", "alpha").returncode == 2
-    cluster.ok("policy", "set", "ampd-paper")
+    cluster.ok("policy", "set", "ampd")
 
 
 def test_chat_is_one_session_of_many_rounds(cluster: Ampdctl) -> None:

@@ -83,7 +83,7 @@ def test_a_wrong_setting_is_named(policy: str, name: str, value: SettingValue) -
 
 
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
-    with pytest.raises(AmpdError, match="always-local, always-remote, ampd-paper") as caught:
+    with pytest.raises(AmpdError, match="always-local, always-remote, ampd, ampd-paper") as caught:
         resolve(PolicySpec("nonesuch"))
     assert caught.value.violations[0].field == "policy.name"
 

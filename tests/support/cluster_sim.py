@@ -64,7 +64,7 @@ class SimShape:
     coordinators: int = 2
     prefill: int = 2
     decode: int = 2
-    policy: str = "ampd-paper"
+    policy: str = "ampd"
     kv_tokens: int = 4096
     """KV memory of each worker."""
     block_tokens: int = 16
