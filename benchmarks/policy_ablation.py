@@ -90,13 +90,9 @@ VARIANTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     ),
     "first come, first served": ((prefill_worker, "pull", _fifo),),
     "shortest first": ((prefill_worker, "pull", _shortest),),
-    "late work never first": ((late_binding, "LATE_WORK_SHARE", -1.0),),
     "no share for the starved": ((late_binding, "STARVED_SLOS", inf),),
     "no claim ahead of the boundary": ((prefill_worker, "AHEAD_S", -1e6),),
-    "no gate on decode steps": (
-        (late_binding, "DECODE_SHARE", inf),
-        (decode_worker, "DECODE_SHARE", inf),
-    ),
+    "no gate on decode steps": ((late_binding, "DECODE_SHARE", inf),),
     "new sessions need no room to grow": ((kv_ledger, "RESERVED_SHARE", 0.0),),
 }
 

@@ -4,7 +4,7 @@ The home owns the task and publishes it; whoever reaches a boundary takes the on
 
 - a *prefill worker* that is free takes the head of the largest set of waiting tasks that can
   still be on time (Moore-Hodgson over all prefill workers as one fast machine). What cannot
-  be on time goes last, or first while it is little and the others have the slack for it;
+  be on time goes last;
 - the *home*, when its own prefill backlog is nearly empty, takes a task that it can finish on
   time and sooner than the prefill workers would.
 
@@ -39,9 +39,6 @@ LOCAL_SHARE: Final = 0.9
 WAIT_SHARE: Final = 0.4
 """A first task is left to its home rather than to an idle prefill worker only if that one would
 take more than this share of the TTFT SLO."""
-LATE_WORK_SHARE: Final = 0.3
-"""Late work may go first while all of it takes the prefill workers less than this share of a
-TTFT SLO."""
 AHEAD_S: Final = 0.2
 """A prefill worker looks for its next task when the present one has so much left to compute."""
 CLAIM_S: Final = 0.005
@@ -75,8 +72,6 @@ class PullReason(StrEnum):
 
     ON_TIME = "on_time"
     """The earliest deadline of those that can be met."""
-    LATE_FIRST = "late_first"
-    """It is late, there is little of that, and all others can wait."""
     SESSION_MEAN = "session_mean"
     """None can be on time; its session's mean TTFT can still be kept."""
     SHORTEST = "shortest"
@@ -129,13 +124,12 @@ class StarvedShare:
 class OnTimeSet:
     """The largest set of tasks that one machine `speed` times as fast can finish on time.
 
-    `kept` and `late` are indices into the tasks, by deadline; `slack_s` is how long all kept
-    tasks can wait; `finish_s` is the instant at which each kept task ends.
+    `kept` and `late` are indices into the tasks, by deadline; `finish_s` is the instant at which
+    each kept task ends.
     """
 
     kept: tuple[int, ...]
     late: tuple[int, ...]
-    slack_s: float
     finish_s: tuple[float, ...]
 
 
@@ -162,7 +156,7 @@ class TaskMirror:
                 changed |= bool(tasks or (known and known[1]))
                 known = load, tasks
             read[home] = known
-        if changed or len(read) < len(self._read):
+        if changed or self._read.keys() - read.keys():
             self._tasks = sorted(task_ for _, tasks in read.values() for task_ in tasks)
         self._read = read
         return self._tasks
@@ -235,12 +229,11 @@ def on_time_set(
             dropped.add(out)
             del shares_s[out]
     finish_s = []
-    now_s, slack_s = start_s, inf
-    for index, share_s in shares_s.items():
+    now_s = start_s
+    for share_s in shares_s.values():
         now_s += share_s
         finish_s.append(now_s)
-        slack_s = min(slack_s, tasks[index].deadline_s - now_s)
-    return OnTimeSet(tuple(shares_s), tuple(sorted(dropped)), slack_s, tuple(finish_s))
+    return OnTimeSet(tuple(shares_s), tuple(sorted(dropped)), tuple(finish_s))
 
 
 def pull(
@@ -271,23 +264,7 @@ def pull(
             return decide(plan.late[0], PullReason.STARVED)
         if not plan.kept:
             return decide(*_best_late(tasks, work_s, plan.late, now_s))
-        spare_s = min(plan.slack_s, LATE_WORK_SHARE * overdue.ttft_slo_s)
-        if spare_s > 0 and _fits(tasks, work_s, plan.late, spare_s * speed):
-            late, _ = _best_late(tasks, work_s, plan.late, now_s)
-            if work_s(tasks[late]) <= plan.slack_s:
-                return decide(late, PullReason.LATE_FIRST)
     return decide(plan.kept[0], PullReason.ON_TIME)
-
-
-def _fits(
-    tasks: Sequence[Task], work_s: Callable[[Task], float], late: Sequence[int], seconds: float
-) -> bool:
-    """Whether all late work together is at most so much."""
-    for index in late:
-        seconds -= work_s(tasks[index])
-        if seconds < 0:
-            return False
-    return True
 
 
 def _best_late(

@@ -25,7 +25,6 @@ from ampd.core.errors import AmpdError, ErrorReason
 from ampd.core.fixed_chunks import fill_budget, joint_history_tokens
 from ampd.core.kv_ledger import KvLedger, RoundDemand
 from ampd.core.late_binding import (
-    DECODE_SHARE,
     HOME_BACKLOG_TOKENS,
     MAX_SHOWN_TASKS,
     RemoteOutlook,
@@ -668,8 +667,7 @@ class SimDecodeWorker(PublishedLoad):
     def _waiting_shown(self, at_s: float) -> tuple[WaitingPrefill, ...]:
         """What prefill workers may take: nothing while one more stream would cost the others
         their ITL."""
-        step_s = self._cost.t_dec(len(self._streams) + self._coming + 1, self._context_tokens)
-        if step_s > DECODE_SHARE * self._slo.itl_s:
+        if not can_decode_more(self._cost, self._load(at_s), self._slo, self._coming):
             return ()
         return tuple(
             self._shown(round_, at_s) for round_ in islice(self._late.values(), MAX_SHOWN_TASKS)
