@@ -93,10 +93,11 @@ attains its SLO in half of the sessions, by session-mean. Every policy is run tw
 layout, half of the workers each, and each on its *own*: the split that attains most over 0.85 and
 1.2 x r50 in runs of a quarter of the length (15 s at least), then the best of its tunings on that
 split (`threshold`: tokens; `ampd-paper`: alpha and beta). Colocated policies have decode workers
-only. g90 is the highest rate with session-mean attainment of 90 %. A refused session counts as one
-that attains nothing. Intervals are 95 % over the seeds; differences are taken seed by seed. All
-policies see the same sessions. GPUs' costs of H20 are a roofline, never measured
-(docs/profiles.md); what is modelled is said in docs/simulator.md.
+only, and so has always-local on its own layout. g90 is the highest rate with session-mean
+attainment of 90 %. A refused session counts as one that attains nothing. Intervals are 95 % over
+the seeds; differences are taken seed by seed. All policies see the same sessions. GPUs' costs of
+H20 are a roofline, never measured (docs/profiles.md); what is modelled is said in
+docs/simulator.md.
 """
 
 
