@@ -91,13 +91,13 @@ whose workers have KV memory for 16 whole sessions (agent sessions: four of the 
 Rates are in r50 of the cell: where always-remote to the least loaded worker, on its best layout,
 attains its SLO in half of the sessions, by session-mean. Every policy is run twice: all on one
 layout, half of the workers each, and each on its *own*: the split that attains most over 0.85 and
-1.2 x r50 in runs of a quarter of the length (15 s at least), then the best of its tunings on that
-split (`threshold`: tokens; `ampd-paper`: alpha and beta). Colocated policies have decode workers
-only, and so has always-local on its own layout. g90 is the highest rate with session-mean
-attainment of 90 %. A refused session counts as one that attains nothing. Intervals are 95 % over
-the seeds; differences are taken seed by seed. All policies see the same sessions. GPUs' costs of
-H20 are a roofline, never measured (docs/profiles.md); what is modelled is said in
-docs/simulator.md.
+1.2 x r50 in runs of a quarter of the length (15 s at least), with the best of the settings that it
+names for a search (`ampd.core.policies`), tuned on the balanced layout and again on its own.
+Colocated policies have decode workers only, and so has always-local on its own layout. g90 is the
+highest rate with session-mean attainment of 90 %. A refused session counts as one that attains
+nothing. Intervals are 95 % over the seeds; differences are taken seed by seed. All policies see
+the same sessions. GPUs' costs of H20 are a roofline, never measured (docs/profiles.md); what is
+modelled is said in docs/simulator.md.
 """
 
 

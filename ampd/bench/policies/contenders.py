@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ampd.core.errors import invalid_field
+from ampd.core.model import PolicySpec
 from ampd.core.policies import (
     ALWAYS_LOCAL,
     ALWAYS_REMOTE,
@@ -15,8 +16,9 @@ from ampd.core.policies import (
     LEAST_LOADED,
     POLICIES,
     ROUND_ROBIN,
-    THRESHOLD,
     SettingValue,
+    resolve,
+    searched_settings,
 )
 
 Settings = tuple[tuple[str, SettingValue], ...]
@@ -28,8 +30,8 @@ COLOCATED_PREFIX: Final = "colocated"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A policy with settings. `tunings`: further settings that its search tries on its best
-    layout, as one would who deploys it."""
+    """A policy with settings. `tunings`: further settings that its search tries, as one would
+    who deploys it."""
 
     name: str
     policy: str
@@ -54,14 +56,6 @@ class Contender:
 
 REFERENCE: Final = Contender(ALWAYS_REMOTE, ALWAYS_REMOTE, (("choice", LEAST_LOADED),))
 """Its saturation is the unit of all rates."""
-_TUNINGS: Final[dict[str, tuple[Settings, ...]]] = {
-    THRESHOLD: ((("tokens", 128),), (("tokens", 512),), (("tokens", 1024),)),
-    AMPD_PAPER: (
-        (("alpha", 0.5),),
-        (("beta", 0.6),),
-        (("alpha", 0.5), ("beta", 0.6)),
-    ),
-}
 _FORMS: Final = (
     Contender(f"{ALWAYS_REMOTE}[{ROUND_ROBIN}]", ALWAYS_REMOTE, (("choice", ROUND_ROBIN),)),
     Contender(f"{AMPD_PAPER}[literal]", AMPD_PAPER, (("literal", True),)),
@@ -72,10 +66,20 @@ _FORMS: Final = (
 def contenders() -> tuple[Contender, ...]:
     """All of them: `ampd` first where there is one."""
     named = [
-        REFERENCE if name == ALWAYS_REMOTE else Contender(name, name, (), _TUNINGS.get(name, ()))
+        REFERENCE if name == ALWAYS_REMOTE else Contender(name, name, (), _tunings(name))
         for name in POLICIES
     ]
     return (*named, *_FORMS)
+
+
+def _tunings(name: str) -> tuple[Settings, ...]:
+    """What the policy says is worth a search, but for its defaults."""
+    defaults = resolve(PolicySpec(name)).settings
+    return tuple(
+        tuple(sorted(settings.items()))
+        for settings in searched_settings(name)
+        if any(defaults[key] != value for key, value in settings.items())
+    )
 
 
 def policy_names() -> tuple[str, ...]:

@@ -255,27 +255,31 @@ class _Bench:
     # --- layouts -----------------------------------------------------------------------------
 
     def best_site(self, contender: Contender, r50: float) -> Plan[_Site]:
-        """The contender's best layout, then the best of its tunings there."""
-        cell = self.cell
+        """The contender's best layout and tuning: tuned on the balanced layout first, for with
+        defaults that fit badly it may do without prefill workers; tuned again in the end."""
         if contender.decodes_only:
-            return _Site(contender, Layout.OWN, 0, contender.settings)
+            settings = yield from self._tuned(contender, 0, r50)
+            return _Site(contender, Layout.OWN, 0, settings)
+        settings = yield from self._tuned(contender, self.cell.balanced, r50)
 
         def evaluate(splits: Sequence[int]) -> Plan[Mapping[int, Score]]:
-            scores = yield from self._scores(
-                contender, [(split, contender.settings) for split in splits], r50
-            )
+            sites = [(split, settings) for split in splits]
+            scores = yield from self._scores(contender, sites, r50)
             return dict(zip(splits, scores, strict=True))
 
         prefill = yield from best_split(
-            evaluate, workers=cell.workers, least=contender.least_prefill
+            evaluate, workers=self.cell.workers, least=contender.least_prefill
         )
-        settings = contender.settings
-        if contender.tunings:
-            tried = [settings, *contender.tunings]
-            scores = yield from self._scores(contender, [(prefill, s) for s in tried], r50)
-            # Of equals the first: the default.
-            settings = tried[max(range(len(tried)), key=lambda index: (scores[index], -index))]
+        settings = yield from self._tuned(contender, prefill, r50)
         return _Site(contender, Layout.OWN, prefill, settings)
+
+    def _tuned(self, contender: Contender, prefill: int, r50: float) -> Plan[Settings]:
+        """The best settings on a layout; of equals the first: the defaults."""
+        tried = [contender.settings, *contender.tunings]
+        if len(tried) == 1:
+            return contender.settings
+        scores = yield from self._scores(contender, [(prefill, s) for s in tried], r50)
+        return tried[max(range(len(tried)), key=lambda index: (scores[index], -index))]
 
     def _scores(
         self, contender: Contender, sites: Sequence[tuple[int, Settings]], r50: float
