@@ -54,7 +54,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_interrupted_it_goes_on_and_writes_a_profile(tmp_path: Path) -> None:
     out = tmp_path / "p.yaml"
     part = tmp_path / "p.yaml.part"
-    arguments = ("run", str(out), *EMULATED, "--budget", "3")
+    arguments = ("run", str(out), *EMULATED, "--budget", "5")
     process = ampdctl(*arguments)
     until_s = time.monotonic() + 60
     while not (part.exists() and part.read_bytes().count(b"\n") > 8):

@@ -441,7 +441,7 @@ async def test_a_tool_of_a_lost_home_is_run_elsewhere(tmp_path: Path) -> None:
         home = (await t.record()).home
         assert home is not None
         other = {"d0": "d1", "d1": "d0"}[home.worker_id]
-        brief = EntryPointTools(["sleep", "count_calls"], ToolLimits(timeout_s=0.3))
+        brief = EntryPointTools(["sleep", "count_calls"], ToolLimits(timeout_s=1.5))
         await t.add_home(other, ToolBox([brief], max_running=4))
         await t.cluster.lose_home(home.worker_id)
         events = await running
