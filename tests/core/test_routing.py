@@ -194,7 +194,7 @@ def test_trap_history_read_counts_only_what_the_prefill_worker_lacks() -> None:
 
 @given(st.permutations(["p0", "p1", "p2", "p3"]))
 def test_trap_ties_break_by_id_whatever_the_order(names: list[str]) -> None:
-    for policy in ("ampd-paper", "always-remote"):
+    for policy in ("ampd", "ampd-paper", "always-remote"):
         decision = decide(*map(worker, names), policy=policy)
         assert decision.prefill_worker == "p0"
         assert decision.fallbacks == ("p1", "p2", "p3")
@@ -208,6 +208,47 @@ def test_a_tie_with_home_breaks_by_id() -> None:
     assert decide(worker("z", cost=free), at=at, alpha=0.0, beta=0.0).route is Route.LOCAL
 
 
+# --- late binding ----------------------------------------------------------------------------
+
+
+def late(*workers: WorkerView, at: WorkerView | None = None, **task: int) -> RouteDecision:
+    return decide(*workers, at=at, policy="ampd", **task)  # type: ignore[arg-type]
+
+
+def test_an_idle_prefill_worker_is_told_at_once() -> None:
+    decision = late(worker("p0", queued_prefill_s=0.01), worker("p1"), at=home())
+    # The busy one would be as quick: its queue hides the read.
+    assert (decision.prefill_worker, decision.reason) == ("p1", RouteReason.IDLE_PREFILL_WORKER)
+    assert decision.fallbacks == ("p0",)
+    assert decision.predicted_ttft_s == pytest.approx(0.12 + 0.101 + 0.011)
+
+
+def test_of_idle_ones_the_soonest_is_told() -> None:
+    decision = late(worker("p0"), worker("p1"), worker("p2"), history=10_000)
+    assert decision.prefill_worker == "p0"
+    cached = decide(worker("p0"), worker("p1"), cached={"p1": 10_000}, policy="ampd")
+    assert cached.prefill_worker == "p1"
+
+
+def test_without_an_idle_one_the_task_waits_for_whoever_is_free_first() -> None:
+    busy = worker("p0", queued_prefill_s=1e-3)
+    decision = late(busy, at=home(queued_prefill_s=100.0))
+    assert (decision.route, decision.prefill_worker) == (Route.LOCAL, None)
+    assert decision.reason is RouteReason.LATE_BINDING
+    assert decision.fallbacks == ()
+    assert [c.worker_id for c in decision.candidates] == ["d0", "p0"]
+
+
+def test_a_slow_idle_worker_is_left_out_only_for_a_sooner_home() -> None:
+    # 1.2 s of the TTFT SLO are 0.4 of it: 10 k tokens take 1.02 s, and 0.1 s to come back.
+    quick, slow = 10_000, 11_000
+    assert late(worker("p0"), history=0, increment=quick).prefill_worker == "p0"
+    decision = late(worker("p0"), history=0, increment=slow)
+    assert decision.reason is RouteReason.LATE_BINDING
+    queue = home(queued_prefill_s=1.0)
+    assert late(worker("p0"), at=queue, history=0, increment=slow).prefill_worker == "p0"
+
+
 # --- who is considered -----------------------------------------------------------------------
 
 
@@ -218,7 +259,7 @@ def test_draining_and_small_workers_are_left_out() -> None:
     draining = structs.replace(draining, load=replace(draining.load, draining=True))
     costless = worker("costless", cost=None)
     others = (small, draining, costless)
-    for policy in ("ampd-paper", "always-remote"):
+    for policy in ("ampd", "ampd-paper", "always-remote"):
         assert decide(*others, worker("p9"), policy=policy).prefill_worker == "p9"
         decision = decide(*others, policy=policy)
         assert (decision.route, decision.reason) == (

@@ -6,7 +6,7 @@ from plain_routing import plain_route
 
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
 from ampd.core.model import PolicySpec, Role, Slo, WorkerInfo, WorkerLoad, WorkerView
-from ampd.core.policies import AMPD, POLICIES, resolve
+from ampd.core.policies import POLICIES, resolve
 from ampd.core.routing import RouteTask, route
 
 COSTS = tuple(
@@ -21,7 +21,7 @@ COSTS = tuple(
 POLICY_SPECS = tuple(
     resolve(PolicySpec(name, settings))
     for name, settings in [
-        *((name, {}) for name in POLICIES if name != AMPD),
+        *((name, {}) for name in POLICIES),
         ("ampd-paper", {"literal": True}),
         ("ampd-paper", {"alpha": 0.1, "beta": 0.5}),
         ("always-remote", {"choice": "round-robin"}),

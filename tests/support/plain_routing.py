@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ampd.core.late_binding import WAIT_SHARE
 from ampd.core.local_prefill import MIN_CHUNK_TOKENS, TARGET
 from ampd.core.model import (
     PolicySpec,
@@ -26,7 +27,7 @@ def plain_route(
     policy: PolicySpec,
     tie_seed: int,
 ) -> RouteDecision:
-    """The same decision, for every policy that does not bind late."""
+    """The same decision."""
     literal = policy.name == "ampd-paper" and policy.settings["literal"] is True
     local = _local(task, home, policy, literal=literal)
     able = [view for view in prefill_workers if _can_take(task, view)]
@@ -82,6 +83,14 @@ def plain_route(
         if itl_kept and (literal or local.total_s <= task.slo.ttft_s):
             return at_home(RouteReason.DECODE_WITHIN_ITL)
         return cheapest()
+    if policy.name == "ampd":
+        for idle in remotes:
+            if idle.queue_s == 0:
+                idle_s = _by_total(idle)[0]
+                if idle_s <= max(local.total_s, WAIT_SHARE * task.slo.ttft_s):
+                    return at(idle, RouteReason.IDLE_PREFILL_WORKER)
+                break
+        return at_home(RouteReason.LATE_BINDING)
     if policy.name == "cheapest":
         return cheapest()
     if policy.name == "first-remote-then-local" and task.history_tokens > 0:
