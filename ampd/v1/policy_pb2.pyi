@@ -27,8 +27,8 @@ class Policy(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"ampd" (the default), "ampd-paper", "always-remote", "always-local", "cheapest",
-    "first-remote-then-local" or "threshold".
+    """"ampd" (the default), "ampd-paper", "always-remote", "always-local", "cheapest", "colocated",
+    "colocated-session-priority", "first-remote-then-local" or "threshold".
     """
     version: _builtins.int
     """Counts the changes; 1 is the policy that the cluster was started with."""

@@ -24,6 +24,7 @@ from ampd.adapters.engine_emulated.pins import READER_TAIL_S
 from ampd.adapters.kv_inproc import InprocKvNetwork, InprocKvTransport
 from ampd.core.cost_model import CostModel, DecodeCost, KvCost, MixedCost, PrefillCost
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import LocalRule
 from ampd.core.model import FinishReason, KvHandle, SamplingParams, Slo
 from ampd.ports import (
     GenerateDone,
@@ -668,6 +669,30 @@ def test_a_local_prefill_keeps_running_streams_within_their_slo(model_known: boo
             assert worst_s <= 2 * slo.itl_s + 0.05
         else:
             assert worst_s > 1.0
+        await close(pair)
+
+    run_virtual(main())
+
+
+def test_prompts_share_a_step_with_a_fixed_budget() -> None:
+    settings = replace(SETTINGS, cost=COST, max_model_tokens=2048, kv_capacity_tokens=8192)
+
+    async def main() -> None:
+        pair = new_pair(settings, virtual=True)
+        engine = engine_of(pair.decode)
+        engine.use_local_rule(LocalRule(budget_tokens=500))
+        rng = random.Random(11)
+        prompts = [token_ids(rng, count) for count in (100, 300, 300, 300)]
+        one = replace(GREEDY, max_tokens=1)
+        rounds = await asyncio.gather(*(generate(pair.decode, p, sampling=one) for p in prompts))
+        samples = engine.take_step_samples()
+        # The first step begins with whoever is there first; the next are full.
+        assert sum(sample.chunk_tokens for sample in samples) == 1000
+        assert max(sample.chunk_tokens for sample in samples) == 500
+        assert len(samples) <= 3
+        ends_s = [done.stats.compute_end_s for done in rounds]
+        assert ends_s == sorted(ends_s)
+        assert [done.tokens for done in rounds] == [right(p, one) for p in prompts]
         await close(pair)
 
     run_virtual(main())

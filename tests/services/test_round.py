@@ -12,8 +12,10 @@ import pytest
 from inprocess import InProcess, in_process, request, run
 
 from ampd.core.errors import AmpdError, ErrorReason
+from ampd.core.fixed_chunks import ITL_SAFE_RULE
 from ampd.core.lifecycle import SessionState
-from ampd.core.model import Binding, Route, RouteReason
+from ampd.core.model import Binding, PolicySpec, Route, RouteReason
+from ampd.core.policies import local_rule, resolve
 from ampd.ports import GenerateRequest
 from services.coordinator.coordinator import Coordinator
 from services.decode.reconciling import Reconciler
@@ -309,6 +311,25 @@ async def test_a_session_within_its_lease_is_not_evicted() -> None:
         assert (record.home, record.state) == (None, SessionState.IDLE)
         outcome = await run(coordinator, request(first, 10))
         assert not outcome.placed.history_rebuilt
+        await check_books(cluster)
+
+
+async def test_the_policy_says_how_long_paused_kv_is_safe_and_how_the_engine_prefills() -> None:
+    async with in_process() as cluster:
+        limits = HomeLimits(kv_lease_s=60.0)
+        local = await cluster.add_home("d0", capacity=256, limits=limits)
+        (coordinator,) = cluster.coordinators
+        first, second = await cluster.new_session(), await cluster.new_session()
+        colocated = resolve(PolicySpec("colocated", {"chunk_tokens": 512}))
+        local.home.apply_policy(colocated)
+        assert local.engine.rule == local_rule(colocated)
+        await run(coordinator, request(first, 100))
+        await run(coordinator, request(second, 200))
+        assert (await run(coordinator, request(first, 10))).placed.history_rebuilt
+        local.home.apply_policy(resolve(PolicySpec("ampd")))
+        assert local.engine.rule == ITL_SAFE_RULE
+        await run(coordinator, request(first, 10))
+        await refused(coordinator, request(second, 10), ErrorReason.KV_EXHAUSTED)
         await check_books(cluster)
 
 

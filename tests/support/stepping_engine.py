@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ampd.core.cost_model import CostModel
 from ampd.core.errors import AmpdError, ErrorReason
-from ampd.core.fixed_chunks import LocalRule
+from ampd.core.fixed_chunks import ITL_SAFE_RULE, LocalRule
 from ampd.core.model import FinishReason, KvHandle, PrefillStats
 from ampd.ports import (
     EngineEvent,
@@ -45,6 +45,7 @@ class SteppingEngine:
         self.lent: set[str] = set()
         self.samples: list[StepSample] = []
         self.most_pinned_tokens = 0
+        self.rule = ITL_SAFE_RULE
         self.fail_after_steps: int | None = None
         self._made = 0
         self._stepper: asyncio.Task[None] | None = None
@@ -103,6 +104,7 @@ class SteppingEngine:
 
     def use_local_rule(self, rule: LocalRule) -> None:
         """Its one prefill per step is whole under any rule."""
+        self.rule = rule
 
     async def close(self) -> None:
         if self._stepper is not None:
