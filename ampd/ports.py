@@ -454,6 +454,10 @@ class DecodePeer(Protocol):
         """The claimed task could not be computed; the home goes on without this worker."""
         ...
 
+    async def lost(self) -> None:
+        """Returns when the home is gone (dead, restarted or unreachable)."""
+        ...
+
 
 class Peers(Protocol):
     """Finds peers by address; connections are kept and shared, with a bound."""

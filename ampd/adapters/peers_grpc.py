@@ -156,6 +156,11 @@ class GrpcDecodePeer:
             )
         )
 
+    async def lost(self) -> None:
+        """Returns when that life of the home is gone."""
+        async with self._channels.use(self._address, self._incarnation) as connection:
+            await connection.lost(self._incarnation)
+
     async def _complete(self, request: decode_service_pb2.CompleteRequest) -> None:
         async with self._channels.use(self._address, self._incarnation) as connection:
             with peer_errors():

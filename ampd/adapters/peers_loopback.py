@@ -225,3 +225,7 @@ class LoopbackDecodePeer:
         worker, handler = self._network.decode(self._address, self._incarnation)
         async with worker.call():
             await handler.fail(task_id, worker_id, error_message)
+
+    async def lost(self) -> None:
+        """Returns when the test says so."""
+        await self._network.lost(self._address, self._incarnation)

@@ -24,7 +24,6 @@ from ampd.core.late_binding import PullDecision
 from ampd.core.local_prefill import calibrate
 from ampd.core.model import (
     DrainStatus,
-    KvHandle,
     PolicySpec,
     PrefillStats,
     PrefillTarget,
@@ -36,6 +35,7 @@ from ampd.core.prefill_queue import MIN_RETRY_AFTER_S, PrefillQueue
 from ampd.core.prefix_cache import PrefixCache
 from ampd.core.window import MeanWindow
 from ampd.ports import Clock, Engine, Peers, PrefillReport, PrefillRequest, StateStore
+from services.prefill.delivered import DeliveredResults, HomeLife
 from services.prefill.late_tasks import LateTasks
 
 log = structlog.get_logger(__name__)
@@ -71,14 +71,6 @@ class TakenTask:
         if not self.in_engine:
             return 0.0
         return max(0.0, self.work_s - (0.0 if self.begun_s is None else now_s - self.begun_s))
-
-
-@dataclass(frozen=True, slots=True)
-class DeliveredResult:
-    """A result that its home may still read, or withdraw."""
-
-    kv: KvHandle
-    until_s: float
 
 
 class PrefillWorker:
@@ -118,7 +110,7 @@ class PrefillWorker:
         self._computed_until_s = -inf
         self._homes: dict[str, tuple[str, int]] = {}
         self._taken: dict[str, TakenTask] = {}
-        self._delivered: dict[str, DeliveredResult] = {}
+        self._delivered = DeliveredResults(engine=engine, peers=peers, clock=clock)
         self._wake = asyncio.Event()
         self._free = asyncio.Semaphore(TASKS_IN_ENGINE)
         self.draining = False
@@ -166,9 +158,7 @@ class PrefillWorker:
         taken = self._taken.get(task_id)
         if taken is not None and taken.carrier is not None:
             taken.carrier.cancel()
-        delivered = self._delivered.pop(task_id, None)
-        if delivered is not None:
-            await self._engine.release(delivered.kv)
+        await self._delivered.withdraw(task_id)
 
     # --- the pump ----------------------------------------------------------------------------
 
@@ -176,6 +166,7 @@ class PrefillWorker:
         """Take tasks, one ahead of the computation, until cancelled."""
         async with asyncio.TaskGroup() as carriers:
             carriers.create_task(self._late.run(self._wake.set), name="late tasks")
+            carriers.create_task(self._delivered.run(), name="delivered results")
             while True:
                 await self._free.acquire()
                 taken = await self._take()
@@ -260,7 +251,8 @@ class PrefillWorker:
                 raise
             now_s = self._clock()
             self._ttft.add(now_s, now_s - taken.created_s)
-            self._remember(task_id, result.kv, now_s)
+            home_life = HomeLife(taken.home_address, taken.home_incarnation)
+            self._delivered.add(task_id, result.kv, home_life)
         except AmpdError as error:
             await self._report_failure(taken, error)
 
@@ -306,13 +298,6 @@ class PrefillWorker:
             await home.fail(taken.task_id, self._worker_id, str(error))
         except AmpdError as failure:
             log.warning("fail_not_told", task=taken.task_id, reason=failure.reason)
-
-    def _remember(self, task_id: str, kv: KvHandle, now_s: float) -> None:
-        """Keep the result's handle for a withdrawal, as long as the engine keeps the KV."""
-        self._delivered = {
-            name: result for name, result in self._delivered.items() if result.until_s > now_s
-        }
-        self._delivered[task_id] = DeliveredResult(kv, now_s + kv.lease_s)
 
     # --- drain -------------------------------------------------------------------------------
 

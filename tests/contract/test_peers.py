@@ -423,13 +423,21 @@ async def test_nobody_there(world: World) -> None:
                 await call
             assert caught.value.reason is ErrorReason.WORKER_UNAVAILABLE
         await prefill.lost()
+        await decode.lost()
 
 
-async def test_lost_waits_for_the_worker_to_die(world: World) -> None:
-    lost = asyncio.ensure_future(world.peers.prefill(world.target()).lost())
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_lost_waits_for_the_worker_to_die(world: World, role: Role) -> None:
+    prefill = world.peers.prefill(world.target())
+    decode = world.peers.decode(world.decode_address, LIFE)
+    peer, lose = {
+        Role.PREFILL: (prefill, world.lose_prefill),
+        Role.DECODE: (decode, world.lose_decode),
+    }[role]
+    lost = asyncio.ensure_future(peer.lost())
     await asyncio.sleep(0.2)
     assert not lost.done()
-    await world.lose_prefill()
+    await lose()
     async with asyncio.timeout(SOON_S):
         await lost
 

@@ -366,7 +366,7 @@ def _orphan_tasks(name: str, worker: Any, homes: dict[str, Any]) -> list[str]:
             ),
         )
     }
-    for task_id, result in worker._delivered.items():
+    for task_id, result in worker._delivered._results.items():
         if task_id not in wanted and worker._engine._own_pin(result.kv) is not None:
             found.append(f"result {task_id} at {name}")
     return found
