@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 from heapq import heappop, heappush
-from itertools import count, islice, repeat
+from itertools import count, repeat
 from math import ceil, sqrt
 from typing import Final
 
@@ -297,10 +297,10 @@ class SimDecodeWorker(PublishedLoad):
         """Begin own waiting tasks that are better prefilled here."""
         while self._late and self._backlog_tokens() < HOME_BACKLOG_TOKENS:
             load = self._load(now_s)
-            if not can_decode_more(self._cost, load, self._slo, self._coming):
+            if not self._can_decode_more(load):
                 break
             decision = take_home(
-                self._late_tasks.values(),
+                sorted(self._late_tasks.values()),
                 self._outlook(now_s),
                 now_s=now_s,
                 cost=self._cost,
@@ -319,6 +319,11 @@ class SimDecodeWorker(PublishedLoad):
     def _look(self, _: None) -> None:
         if self._late:
             self._wake(self._kernel.now_s)
+
+    def _can_decode_more(self, load: WorkerLoad) -> bool:
+        # What it has begun itself will decode here as much as what others have claimed.
+        coming = self._coming + len(self._entrants) + len(self._locals)
+        return can_decode_more(self._cost, load, self._slo, coming)
 
     def _backlog_tokens(self) -> int:
         return sum(round_.new_tokens - round_.done_tokens for round_ in self._locals)
@@ -667,8 +672,8 @@ class SimDecodeWorker(PublishedLoad):
     def _waiting_shown(self, at_s: float) -> tuple[WaitingPrefill, ...]:
         """What prefill workers may take: nothing while one more stream would cost the others
         their ITL."""
-        if not can_decode_more(self._cost, self._load(at_s), self._slo, self._coming):
+        if not self._can_decode_more(self._load(at_s)):
             return ()
-        return tuple(
-            self._shown(round_, at_s) for round_ in islice(self._late.values(), MAX_SHOWN_TASKS)
-        )
+        # Admitted in another order: some waited for memory before.
+        first = sorted(self._late_tasks.values())[:MAX_SHOWN_TASKS]
+        return tuple(self._shown(self._late[task_.task_id], at_s) for task_ in first)

@@ -496,7 +496,7 @@ def test_the_mirror_is_what_is_published(
             for known, at_s in published.values()
             for shown in known.load.waiting
         )
-        assert mirror.tasks([*views, view("p1")], now_s) == expected
+        assert mirror.tasks([*views, view("p1", waiting=(waiting("x", 0.1),))], now_s) == expected
 
 
 def test_prefill_workers_are_expected_to_serve_the_set_that_can_be_on_time() -> None:
