@@ -137,8 +137,10 @@ async def _kill(process: Process) -> None:
     """End the process and what it has started, at once."""
     # It is not reaped yet, ended or not: its number is nobody else's.
     _kill_group(process)
-    await _ended(process)
-    process.wait()
+    try:
+        await _ended(process)
+    finally:
+        process.wait()  # cancelled once more: what is killed takes no time worth an await
 
 
 def _kill_group(process: Process) -> None:
