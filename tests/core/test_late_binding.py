@@ -322,10 +322,11 @@ def test_a_remote_finish_that_is_hardly_on_time_counts_as_none() -> None:
     own = [at_home("sure", 300), at_home("unsure", 300)]
     assert taken(own, {"sure": 0.5, "unsure": REMOTE_SHARE - 0.01}) == "sure"
     assert taken(own, {"sure": 0.5, "unsure": REMOTE_SHARE + 0.01}) == "unsure"
-    # Its age counts: 0.5 s from now is 1.0 s after it came.
-    older = [at_home("old", 300, created_s=-0.5, deadline_s=0.5)]
-    assert taken(older, {"old": 0.2}) is None
-    assert taken(older, {"old": 0.45}) == "old"
+    # Its age counts: 0.45 s from now are 0.95 s after it came.
+    first = at_home("sure", 100, created_s=-0.6, deadline_s=0.4)
+    second = at_home("old", 300, created_s=-0.5, deadline_s=0.5)
+    assert taken([first, second], {"sure": 0.25, "old": 0.35}) == "sure"
+    assert taken([first, second], {"sure": 0.25, "old": 0.45}) == "old"
 
 
 def at_home_with(batch: int, calibration: float = 1.0) -> tuple[str, float] | None:

@@ -39,7 +39,13 @@ SLOW_HOME = CostModel(
 
 
 def on_h20(
-    policy: str, *, prefill: int = 2, decode: int = 2, heartbeat_s: float = 0.2, seed: int = 0
+    policy: str,
+    *,
+    prefill: int = 2,
+    decode: int = 2,
+    heartbeat_s: float = 0.2,
+    rate: float = 2.6,
+    seed: int = 0,
 ) -> SimReport:
     """DuReader on Qwen3-32B: more than four H20 carry."""
     profile = open_profile("gpu:h20/Qwen3-32B/tp1")
@@ -53,7 +59,7 @@ def on_h20(
         heartbeat_s=heartbeat_s,
         decision_log=True,
     )
-    return simulate(chosen, open_workload("DuReader"), rate=2.6, horizon_s=30.0, seed=seed)
+    return simulate(chosen, open_workload("DuReader"), rate=rate, horizon_s=30.0, seed=seed)
 
 
 def session_mean(*reports: SimReport) -> float:
@@ -213,10 +219,10 @@ def test_any_layout_works(prefill: int, decode: int) -> None:
 
 def test_under_overload_it_keeps_more_sessions_than_pushing_does() -> None:
     late, paper, remote = (
-        session_mean(*(on_h20(policy, seed=seed) for seed in range(2)))
+        session_mean(*(on_h20(policy, rate=3.4, seed=seed) for seed in range(2)))
         for policy in ("ampd", "ampd-paper", "always-remote")
     )
-    assert late > paper + 0.1
+    assert late > paper + 0.2
     assert late > remote + 0.4
 
 
@@ -233,4 +239,4 @@ def test_without_prefill_workers_it_keeps_more_sessions_than_arrival_order_does(
     local = session_mean(
         *(on_h20("always-local", prefill=0, decode=4, seed=seed) for seed in range(2))
     )
-    assert late > local + 0.05
+    assert late > local + 0.3
