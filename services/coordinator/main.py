@@ -75,6 +75,7 @@ async def serve(
             store=store,
             homes=homes,
             parser=parser,
+            tool_timeout_s=settings.tool_timeout_s,
             clock=time.monotonic,
             wall_clock=time.time,
         )

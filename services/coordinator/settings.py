@@ -54,6 +54,9 @@ class CoordinatorSettings(ProcessSettings):
     tool_call_parser: str = HERMES
     """How the model writes calls of server-side tools: `hermes`, or the name of an entry point of
     group `ampd.tool_call_parsers`."""
+    tool_timeout_s: PositiveFloat = 30.0
+    """Longest run of a server-side tool in seconds, as the decode workers' setting of that name
+    has it: a call that is not answered for 10 s more is lost, and made again elsewhere."""
     max_sessions: PositiveInt = 100_000
     """Sessions that one tenant may have open; one more is refused."""
     max_state_age_s: PositiveFloat = 10.0

@@ -39,6 +39,9 @@ MAX_CALLS_AT_ONCE: Final = 8
 """Of one session."""
 MAX_WORKERS_TRIED: Final = 3
 """Decode workers that one call is given to, each when the one before was lost or full."""
+LOST_CALL_S: Final = 10.0
+"""How much longer than a tool may run the answer of its worker may take: the call or its answer
+is lost then."""
 STORE_PATIENCE_S: Final = 10.0
 """How long the store may be down between two rounds of a stream."""
 STORE_RETRY_S: Final = 0.2
@@ -108,14 +111,17 @@ class ToolLoop:
         store: StateStore,
         homes: Homes,
         parser: ToolCallParser,
+        tool_timeout_s: float,
         clock: Clock,
         wall_clock: Clock,
     ) -> None:
+        """`tool_timeout_s`: what a tool may take at its worker."""
         self._coordinator = coordinator
         self._state = state
         self._store = store
         self._homes = homes
         self._parser = parser
+        self._answer_s = tool_timeout_s + LOST_CALL_S
         self._clock = clock
         self._wall_clock = wall_clock
 
@@ -300,18 +306,27 @@ class ToolLoop:
             ErrorReason.WORKER_UNAVAILABLE, f"no live decode worker has the tool {call.name!r}"
         )
         for info in _workers(call.name, context)[:MAX_WORKERS_TRIED]:
+            left_s = self._left_s(deadline_s)
+            patient = left_s is None or left_s > self._answer_s
+            timeout_s = self._answer_s if patient else left_s
             try:
-                returned = await self._homes.home(info).run_tool(call, self._left_s(deadline_s))
+                returned = await self._homes.home(info).run_tool(call, timeout_s)
             except AmpdError as failure:
-                if failure.reason not in _TRY_ELSEWHERE:
+                if patient and failure.reason is ErrorReason.DEADLINE:
+                    error = AmpdError(
+                        ErrorReason.WORKER_UNAVAILABLE,
+                        f"{info.worker_id} did not answer a tool call for {timeout_s} s",
+                    )
+                elif failure.reason in _TRY_ELSEWHERE:
+                    error = failure
+                else:
                     raise
-                error = failure
                 log.warning(
                     "tool_not_run",
                     session=call.session_id,
                     call=call.call_id,
                     worker=info.worker_id,
-                    reason=failure.reason,
+                    reason=error.reason,
                 )
             else:
                 log.info(

@@ -412,6 +412,7 @@ async def test_a_round_outlives_its_coordinator() -> None:
                 store=cluster.store,
                 homes=LoopbackHomes(cluster.network),
                 parser=hermes,
+                tool_timeout_s=30.0,
                 clock=asyncio.get_running_loop().time,
                 wall_clock=asyncio.get_running_loop().time,
             )

@@ -36,6 +36,7 @@ from ampd.ports import (
 )
 from ampd.wire.generate import RoundRequest
 from ampd.wire.replay import RoundPlaced
+from services.coordinator import tool_loop
 from services.coordinator.tool_loop import (
     MAX_CALLS,
     ToolCalled,
@@ -104,6 +105,19 @@ class FlakyStore(MemoryStateStore):
         return await super().compare_and_set(record, expected_version, writes)
 
 
+class FixedTool:
+    """A tool that answers at once."""
+
+    def names(self) -> tuple[str, ...]:
+        return ("fixed",)
+
+    async def run(self, call: ToolCall) -> ToolReturn:
+        return ToolReturn(call.name)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
 @dataclass
 class Talk:
     """A cluster whose model talks, and whose rounds may call tools."""
@@ -161,7 +175,7 @@ class Talk:
 
 
 @asynccontextmanager
-async def talk(*script: str, homes: int = 1) -> AsyncIterator[Talk]:
+async def talk(*script: str, homes: int = 1, tool_timeout_s: float = 30.0) -> AsyncIterator[Talk]:
     async with in_process(coordinators=0) as cluster:
         cluster.tokenizer = Tokens()
         cluster.store = FlakyStore()
@@ -177,6 +191,7 @@ async def talk(*script: str, homes: int = 1) -> AsyncIterator[Talk]:
                     store=cluster.store,
                     homes=LoopbackHomes(cluster.network),
                     parser=hermes,
+                    tool_timeout_s=tool_timeout_s,
                     clock=asyncio.get_running_loop().time,
                     wall_clock=asyncio.get_running_loop().time,
                 )
@@ -451,6 +466,50 @@ async def test_a_tool_of_a_lost_home_is_run_elsewhere(tmp_path: Path) -> None:
         assert [event.decode_worker for event in placed] == [home.worker_id, other]
         assert placed[1].history_rebuilt
         assert (await t.record()).rounds == 2
+
+
+@dataclass
+class Silent:
+    """A worker's tools, of which the first call is lost."""
+
+    tools: ToolRunner
+    lost: int = 0
+
+    def names(self) -> tuple[str, ...]:
+        return self.tools.names()
+
+    async def run(self, call: ToolCall) -> ToolReturn:
+        if not self.lost:
+            self.lost += 1
+            await asyncio.Event().wait()
+        return await self.tools.run(call)
+
+    async def close(self) -> None:
+        await self.tools.close()
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+async def test_a_tool_call_that_is_lost_is_made_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float | None
+) -> None:
+    monkeypatch.setattr(tool_loop, "LOST_CALL_S", 0.05)
+    silent = Silent(FixedTool())
+    async with talk(called("fixed"), "done", tool_timeout_s=0.0) as t:
+        await t.add_home("d0", silent)
+        await t.add_home("d1", silent)
+        events = await t.run(t.wanted("fixed"), timeout_s=timeout_s)
+        assert said(events) == [("fixed", False)]
+        assert silent.lost == 1
+
+
+async def test_a_tool_call_that_is_lost_everywhere_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tool_loop, "LOST_CALL_S", 0.05)
+    async with talk(called("fixed"), "done", tool_timeout_s=0.0) as t:
+        await t.add_home("d0", Silent(FixedTool()))
+        error = await t.refused(t.wanted("fixed"))
+        assert error.reason is ErrorReason.WORKER_UNAVAILABLE
 
 
 async def test_workers_that_are_full_refuse_with_a_hint(tmp_path: Path) -> None:
